@@ -1,0 +1,5 @@
+"""shardproof: a pytest plugin that proves sharding is invisible."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
