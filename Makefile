@@ -1,0 +1,58 @@
+# `make parity` and `make test` do all set-up themselves; a second run takes none.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made with (first run only)
+#   TORCH=2.14.1        another version of torch
+#   ARGS="-k readout"   more arguments for pytest
+
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+	then echo $$python; break; fi; done)
+BIN := .venv/bin
+# Parts of the tree that exist, in the order in which they depend on each other.
+TESTED := $(wildcard harness/tests oracles subjects)
+CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
+PROGRAMS := ci/benchmark ci/lock ci/setup ci/wheel
+
+# One thread a process: a cell runs as many processes as it has ranks.
+export OMP_NUM_THREADS ?= 1
+export TORCH
+
+.DEFAULT_GOAL := parity
+.PHONY: parity test lint format types lock lock-check wheel benchmark setup clean
+
+parity: setup ## the parity cases, on every topology that they name
+	$(BIN)/pytest cases -m "not native" $(ARGS)
+
+test: setup ## the project's own tests
+	$(BIN)/pytest $(TESTED) -m "not native" $(ARGS)
+
+lint: setup ## style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(CHECKED) $(PROGRAMS)
+
+format: setup ## mend style and format where a machine can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: setup ## write requirements.lock from pyproject.toml
+	$(BIN)/python ci/lock
+
+lock-check: setup ## fail when requirements.lock no longer follows from pyproject.toml
+	$(BIN)/python ci/lock --check
+
+wheel: setup ## build the wheel, and try it in an empty environment
+	$(BIN)/python ci/wheel
+
+benchmark: setup ## seconds per trivial case, beside other ways to run one
+	$(BIN)/python ci/benchmark $(ARGS)
+
+setup:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "setup: no Python 3.11, 3.12 or 3.13 found: name one with make PYTHON=..." >&2; exit 1; fi
+	@$(PYTHON) ci/setup
+
+clean: ## remove all that set-up, builds, tools and runs wrote
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find reports -mindepth 1 ! -name README.md -delete
