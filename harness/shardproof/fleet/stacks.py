@@ -1,0 +1,105 @@
+"""Python stacks of running ranks, also of ones that are stuck inside C++ code.
+
+The interpreter's fault handler writes them from a signal handler, without taking any lock.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from .processes import Ident, read_stat, send_signal
+
+STACK_SIGNAL: Final = signal.SIGRTMIN + 8
+"""A real-time signal: programs that users bring along own SIGUSR1 and SIGUSR2."""
+
+_QUIET: Final = 0.05  # seconds without growth after which a dump is taken for complete
+
+_STATES: Final = {
+    "T": "it is stopped by a signal",
+    "t": "it is stopped by a debugger",
+    "D": "it is in uninterruptible sleep in the kernel",
+    "R": "it is running, but does not react to the signal",
+    "S": "it is asleep, but does not react to the signal",
+}
+
+
+def stack_file(directory: Path, rank: int) -> Path:
+    """Return the file that a rank dumps its stacks to."""
+    return directory / f"rank{rank}.stacks"
+
+
+def enable_stacks(path: Path) -> None:
+    """Dump this process's stacks into ``path`` whenever STACK_SIGNAL arrives."""
+    # The handler writes to this descriptor for the rest of the process's life, so nobody may own
+    # and close it.
+    fd = open(path, "ab", buffering=0)  # noqa: SIM115
+    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+    _kept_open.append(fd)
+
+
+_kept_open: list[object] = []
+
+
+def collect_stacks(
+    ranks: Mapping[int, Ident], directory: Path, *, timeout: float = 2.0
+) -> dict[int, str]:
+    """Ask every given rank for its stacks and return the texts, by rank.
+
+    A rank that does not answer within ``timeout`` seconds gets a text that says why.
+    """
+    deadline = time.monotonic() + timeout
+    waiting: dict[int, tuple[int, int, float]] = {}  # rank -> start, size last seen, seen when
+    texts: dict[int, str] = {}
+    for rank, ident in ranks.items():
+        size = _size(stack_file(directory, rank))
+        stat = read_stat(ident.pid)
+        if stat is not None and stat.ident == ident and stat.state in "Tt":
+            texts[rank] = f"(no stack: rank {rank}, process {ident.pid}: {_STATES[stat.state]})"
+        elif send_signal(ident, STACK_SIGNAL):
+            waiting[rank] = (size, size, time.monotonic())
+        else:
+            texts[rank] = f"(no stack: rank {rank}, process {ident.pid}, is gone)"
+    while waiting:
+        time.sleep(0.01)
+        now = time.monotonic()
+        for rank, (start, seen, since) in list(waiting.items()):
+            path = stack_file(directory, rank)
+            size = _size(path)
+            if size != seen:
+                waiting[rank] = (start, size, now)
+            elif size > start and now - since >= _QUIET:
+                texts[rank] = _read(path, start)
+                del waiting[rank]
+            elif now > deadline:
+                texts[rank] = _read(path, start) or _silence(rank, ranks[rank], timeout)
+                del waiting[rank]
+    return dict(sorted(texts.items()))
+
+
+def _silence(rank: int, ident: Ident, timeout: float) -> str:
+    stat = read_stat(ident.pid)
+    if stat is None or stat.ident != ident or stat.dead:
+        return f"(no stack: rank {rank}, process {ident.pid}, is gone)"
+    state = _STATES.get(stat.state, f"it is in state {stat.state}")
+    return f"(no stack within {timeout:g} s: rank {rank}, process {ident.pid}: {state})"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read(path: Path, start: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
