@@ -60,7 +60,7 @@ def be_rank(birth: Birth, *, inherited: Collection[int]) -> None:
     try:
         _isolate(birth, inherited)
         status = _run(birth)
-    except BaseException:  # the caller's stack is the fork server's: nothing may get there
+    except BaseException:  # noqa: BLE001  the caller's stack is the fork server's: nothing may get there
         with contextlib.suppress(BaseException):
             traceback.print_exc()
     finally:
@@ -109,7 +109,7 @@ def _run(birth: Birth) -> int:
             run(channel, birth.rank, birth.size, setup)
         except SystemExit as leave:
             status = _exit_status(leave.code)
-        except BaseException:
+        except BaseException:  # noqa: BLE001  whatever it is, the rank ends with its traceback
             traceback.print_exc()
             status = 1
         _finish()
@@ -124,8 +124,10 @@ def _finish() -> None:
 
 
 def _forget_exit_handlers() -> None:
-    """Leave what preloaded modules want done at exit to the server: one that removes a directory
-    would remove it from under all other ranks. What serves a rank's own objects stays.
+    """Leave what preloaded modules want done at exit to the server.
+
+    One that removes a directory would remove it from under all other ranks. What serves a rank's
+    own objects stays.
     """
     atexit._clear()
     finalizers: Any = weakref.finalize
@@ -143,7 +145,7 @@ def _exit_status(code: object) -> int:
         return 0
     if isinstance(code, int):
         return code & 0xFF
-    print(code, file=sys.stderr)
+    sys.stderr.write(f"{code}\n")
     return 1
 
 

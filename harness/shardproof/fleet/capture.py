@@ -52,7 +52,7 @@ class StreamFile:
     def read(self, *, limit: int = OUTPUT_LIMIT) -> str:
         """Return the text since the mark, its middle left out (and so noted) over ``limit``."""
         try:
-            with open(self.path, "rb") as file:
+            with self.path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 total = size - self._mark
                 file.seek(self._mark)

@@ -149,8 +149,9 @@ class Channel:
         return messages
 
     def finish(self) -> None:
-        """Say, when all that was posted is sent, that nothing will follow: the other end's
-        `receive` then raises ChannelClosed.
+        """Close this direction once all that was posted is sent.
+
+        The other end's `receive` then raises ChannelClosed.
         """
         self._finishing = True
         self.flush()

@@ -36,9 +36,10 @@ _locks: dict[Path, tuple[int, int]] = {}  # directory -> (owner pid, descriptor 
 
 
 def scratch_root(*, room: int = _ROOM) -> Path:
-    """Return where scratch directories go: shared memory with ``room`` bytes free, or else the
-    temporary directory (containers often have 64 MiB of shared memory, and a file mapped from a
-    full one kills its reader with SIGBUS).
+    """Return where scratch directories go: shared memory, or else the temporary directory.
+
+    The latter where shared memory has less than ``room`` bytes free: containers often have 64 MiB
+    of it, and a file mapped from a full one kills its reader with SIGBUS.
     """
     shared = Path("/dev/shm")
     with contextlib.suppress(OSError):
@@ -80,8 +81,9 @@ def make_scratch(*, root: Path | None = None) -> Path:
 
 
 def remove_scratch(path: Path) -> None:
-    """Remove a scratch directory and its lock. May be called again; a forked child's call does
-    nothing to its parent's directory.
+    """Remove a scratch directory and give up its lock. May be called again.
+
+    In a process that was forked from the owner it does nothing.
     """
     owner, lock = _locks.get(path, (os.getpid(), -1))
     if owner != os.getpid():
@@ -103,7 +105,7 @@ def remove_tree(path: Path) -> None:
 
 def record_token(scratch: Path, token: str) -> None:
     """Note in a scratch directory that processes under ``token`` belong to this run."""
-    with open(scratch / _TOKENS, "a", encoding="ascii") as file:
+    with (scratch / _TOKENS).open("a", encoding="ascii") as file:
         file.write(token + "\n")
 
 

@@ -15,11 +15,11 @@ class ProtocolError(FleetError):
     """The bytes on a channel are not a message: the peer is not one of ours, or wrote garbage."""
 
 
-class ChannelClosed(FleetError, EOFError):
+class ChannelClosed(FleetError, EOFError):  # noqa: N818  an end, not always an error
     """The other end of a channel is gone: nothing more can be sent, or will be received."""
 
 
-class ChannelTimeout(FleetError, TimeoutError):
+class ChannelTimeout(FleetError, TimeoutError):  # noqa: N818  as above
     """No complete message came within the time that was given."""
 
 

@@ -97,10 +97,10 @@ class Fleet:
     # Messages ---------------------------------------------------------------------------------
 
     def send(self, rank: int | None, message: Mapping[str, object]) -> None:
-        """Send to one rank, or with None to all. Never blocks: what a rank does not take now goes
-        out during later calls of `poll`. What is sent to a dead rank is dropped.
+        """Send to one rank, or with None to all.
 
-        Raises MessageError, with nothing sent, for what cannot be sent.
+        Never blocks: what a rank does not take now goes out during later calls of `poll`. What is
+        sent to a dead rank is dropped. Raises MessageError, with nothing sent, for what cannot be sent.
         """
         if rank is None:
             encode(message)
@@ -109,10 +109,9 @@ class Fleet:
                 target.channel.post(message)
 
     def poll(self, timeout: float | None) -> list[Event]:
-        """Return the events that have come, waiting up to ``timeout`` seconds (None: without end)
-        for the first.
+        """Return the events that have come, waiting at most ``timeout`` seconds for the first.
 
-        Events are ordered by when they happened as far as that is known, and those of one rank
+        None waits without end. Events are ordered by when they happened as far as that is known, and those of one rank
         always; `Exited` is its last. Returns an empty list when time is up, and at once when all
         ranks have ended and all was returned.
         """
@@ -143,8 +142,10 @@ class Fleet:
         return dict(sorted(texts.items()))
 
     def output(self, rank: int, *, limit: int = OUTPUT_LIMIT) -> Output:
-        """Return what a rank wrote to descriptors 1 and 2 since the last `mark`, also after its
-        death. Over ``limit`` bytes the middle of a stream is left out, which the text says.
+        """Return what a rank wrote to descriptors 1 and 2 since the last `mark`.
+
+        Also after its death. Over ``limit`` bytes the middle of a stream is left out, which the
+        text says.
         """
         return self._rank(rank).capture.read(limit=limit)
 
@@ -156,8 +157,10 @@ class Fleet:
     # Ending -----------------------------------------------------------------------------------
 
     def stop(self, timeout: float = 5.0) -> dict[int, Exited]:
-        """End the ranks: ask with the STOP message and the end of the channel, send SIGTERM after
-        ``timeout`` seconds, and kill after another second.
+        """End the ranks in good order, or else by force.
+
+        They are asked with the STOP message and the end of their channels, sent SIGTERM after
+        ``timeout`` seconds, and killed after another second.
 
         Returns how each rank ended. Messages that come meanwhile are there for `poll`.
         """

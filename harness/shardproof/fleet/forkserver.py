@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from .birth import split_entry
 from .channel import MAX_FDS, Channel
-from .cleanup import record_token, remove_scratch
+from .cleanup import make_scratch, record_token, remove_scratch
 from .codec import encode
 from .errors import (
     ChannelClosed,
@@ -62,8 +62,8 @@ class ForkServer:
     """Starts ranks by forking a process that has imported ``preload`` already.
 
     There is one per controller, which is the process that made it; it is started by `start` or by
-    the first `fork`. ``scratch`` is this run's private directory (see `make_scratch`), which
-    `close` removes. ``env`` is set over the controller's environment for the server and ranks.
+    the first `fork`. ``scratch`` is this run's private directory, which `close` removes; without
+    one, `make_scratch` makes it. ``env`` is set over the controller's environment for the server and ranks.
     Not safe for use by several threads, though the controller may have them.
     """
 
@@ -71,12 +71,12 @@ class ForkServer:
         self,
         *,
         preload: Sequence[str],
-        scratch: Path,
+        scratch: Path | None = None,
         env: Mapping[str, str] | None = None,
         start_timeout: float = 300.0,
     ) -> None:
         self._preload = list(dict.fromkeys(preload))
-        self._scratch = scratch
+        self._scratch = make_scratch() if scratch is None else scratch
         self._env = {**ONE_THREAD, **(env or {})}
         self._start_timeout = start_timeout
         self._owner = os.getpid()
@@ -89,6 +89,11 @@ class ForkServer:
         self._starts = 0
         self._next_trim = 0.0
         self._closed = False
+
+    @property
+    def scratch(self) -> Path:
+        """This run's private directory, there for callers too."""
+        return self._scratch
 
     @property
     def alive(self) -> bool:
@@ -145,8 +150,8 @@ class ForkServer:
         command = [sys.executable, *_interpreter_flags(), "-P", "-m", "shardproof.fleet"]
         with (
             theirs,
-            open(self._stream("out"), "wb") as stdout,
-            open(self._stream("err"), "wb") as stderr,
+            self._stream("out").open("wb") as stdout,
+            self._stream("err").open("wb") as stderr,
         ):
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
@@ -343,7 +348,7 @@ class ForkServer:
                 self._end_fleets("the fork server was closed")
                 remove_scratch(self._scratch)
 
-    def __enter__(self) -> ForkServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -61,8 +61,7 @@ class Stat:
 def read_stat(pid: int) -> Stat | None:
     """Return the state of a process, None where there is none of that number."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
+        text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
     # The name stands in parentheses and may itself hold parentheses and blanks.
@@ -87,9 +86,9 @@ def identify(pid: int) -> Ident | None:
 def scan() -> dict[int, Stat]:
     """Return every process of the system that can be seen, by number."""
     found: dict[int, Stat] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            stat = read_stat(int(entry))
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            stat = read_stat(int(entry.name))
             if stat is not None:
                 found[stat.ident.pid] = stat
     return found
@@ -127,8 +126,7 @@ def send_signal(ident: Ident, number: int) -> bool:
 def environment(pid: int) -> list[bytes]:
     """Return the environment that a process's program was started with; empty if unreadable."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read().split(b"\0")
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
 
@@ -233,8 +231,9 @@ def marks(token: str, rank: str) -> Mapping[str, str]:
 
 
 def other_threads() -> list[str]:
-    """Return the system's names of this process's threads but the main one, those that Python
-    knows nothing of included.
+    """Return the system's names of this process's threads but the main one.
+
+    Those that Python knows nothing of are included.
     """
     names = []
     for task in Path("/proc/self/task").iterdir():

@@ -78,7 +78,7 @@ class Server:
             self._serve()
         except ChannelClosed:
             pass
-        except BaseException:
+        except BaseException:  # noqa: BLE001  it must clean up whatever happened
             traceback.print_exc()
             self._leave(1)
         self._leave(0)
@@ -110,7 +110,7 @@ class Server:
     def _import(self, module: str) -> None:
         try:
             importlib.import_module(module)
-        except BaseException:  # a SystemExit in a module must not end the server silently
+        except BaseException:  # noqa: BLE001  a SystemExit in a module must not end the server silently
             self._refuse(module, traceback.format_exc())
         self._refuse_threads(module, "importing it")
 
@@ -140,7 +140,7 @@ class Server:
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.signal(signal.SIGTERM, _terminate)
         # A dump asked of a rank that has no handler yet must not kill it.
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
@@ -187,7 +187,7 @@ class Server:
                 )
                 ident = self._fork_one(birth)
                 pids.append([ident.pid, ident.started])
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  told to the controller
             for known in list(self._ranks.values()):
                 if known.fleet == request["fleet"]:
                     self._end(known)
@@ -260,8 +260,9 @@ class Server:
         )
 
     def _leave(self, status: int) -> Never:
-        """End everything that came from this server, remove the scratch directory of a dead
-        controller, and exit.
+        """End everything that came from this server, and exit.
+
+        The scratch directory of a dead controller is removed.
         """
         with contextlib.suppress(SurvivorError):
             Family(self._token).kill()
@@ -284,7 +285,7 @@ class Server:
         return True
 
 
-def _terminate(number: int, frame: object) -> Never:
+def _terminate(_number: int, _frame: object) -> Never:
     raise ChannelClosed("the fork server was told to end by SIGTERM")
 
 

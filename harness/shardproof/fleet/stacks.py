@@ -37,7 +37,7 @@ def enable_stacks(path: Path) -> None:
     """Dump this process's stacks into ``path`` whenever STACK_SIGNAL arrives."""
     # The handler writes to this descriptor for the rest of the process's life, so nobody may own
     # and close it.
-    fd = open(path, "ab", buffering=0)  # noqa: SIM115
+    fd = path.open("ab", buffering=0)  # noqa: SIM115
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
     _kept_open.append(fd)
 
@@ -98,7 +98,7 @@ def _size(path: Path) -> int:
 
 def _read(path: Path, start: int) -> str:
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             file.seek(start)
             return file.read().decode("utf-8", errors="replace")
     except OSError:
