@@ -50,7 +50,11 @@ class StreamFile:
             self._mark = size
 
     def read(self, *, limit: int = OUTPUT_LIMIT) -> str:
-        """Return the text since the mark, its middle left out (and so noted) over ``limit``."""
+        """Return the text since the mark, its middle left out (and so noted) over ``limit``.
+
+        At most twice OUTPUT_LIMIT is returned, since `trim` may have freed what is between.
+        """
+        limit = min(limit, 2 * OUTPUT_LIMIT)
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)

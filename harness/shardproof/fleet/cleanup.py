@@ -101,6 +101,9 @@ def remove_tree(path: Path) -> None:
         if not os.path.lexists(path):
             return
         time.sleep(0.01)
+        for directory, _, _ in os.walk(path):  # tests make directories that can't be listed
+            with contextlib.suppress(OSError):
+                Path(directory).chmod(0o700)
 
 
 def record_token(scratch: Path, token: str) -> None:

@@ -100,7 +100,8 @@ class Fleet:
         """Send to one rank, or with None to all.
 
         Never blocks: what a rank does not take now goes out during later calls of `poll`. What is
-        sent to a dead rank is dropped. Raises MessageError, with nothing sent, for what cannot be sent.
+        sent to a dead rank is dropped. Raises MessageError, with nothing sent, for what cannot be
+        sent.
         """
         if rank is None:
             encode(message)
@@ -111,9 +112,9 @@ class Fleet:
     def poll(self, timeout: float | None) -> list[Event]:
         """Return the events that have come, waiting at most ``timeout`` seconds for the first.
 
-        None waits without end. Events are ordered by when they happened as far as that is known, and those of one rank
-        always; `Exited` is its last. Returns an empty list when time is up, and at once when all
-        ranks have ended and all was returned.
+        None waits without end. Events are ordered by when they happened as far as that is known,
+        and those of one rank always; `Exited` is its last. Returns an empty list when time is up,
+        and at once when all ranks have ended and all was returned.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         self._server.pump(0.0)
@@ -186,7 +187,7 @@ class Fleet:
         if self.live:
             Family(
                 self._token,
-                roots=frozenset(rank.ident for rank in self.ranks),
+                roots=frozenset(rank.ident for rank in self.ranks if rank.alive),
                 ranks=frozenset(f"{self._number}.{rank.index}" for rank in self.ranks),
             ).kill()
             self._await_ends(_REPORT_GRACE)

@@ -63,8 +63,8 @@ class ForkServer:
 
     There is one per controller, which is the process that made it; it is started by `start` or by
     the first `fork`. ``scratch`` is this run's private directory, which `close` removes; without
-    one, `make_scratch` makes it. ``env`` is set over the controller's environment for the server and ranks.
-    Not safe for use by several threads, though the controller may have them.
+    one, `make_scratch` makes it. ``env`` is set over the controller's environment for the server
+    and its ranks. Not safe for use by several threads, though the controller may have them.
     """
 
     def __init__(
@@ -140,6 +140,9 @@ class ForkServer:
         self._control = control
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.environ.get("PYTHONPATH")
+        me = identify(os.getpid())
+        if me is None:
+            raise ServerError("/proc does not show the controller; is it mounted with hidepid?")
         env = {
             **os.environ,
             **self._env,
@@ -148,13 +151,14 @@ class ForkServer:
         }
         # -P: the working directory may hold modules that shadow those of the standard library.
         command = [sys.executable, *_interpreter_flags(), "-P", "-m", "shardproof.fleet"]
+        about_us = [str(me.pid), str(me.started), str(self._scratch)]
         with (
             theirs,
             self._stream("out").open("wb") as stdout,
             self._stream("err").open("wb") as stderr,
         ):
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*command, str(theirs.fileno()), *about_us],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -162,17 +166,11 @@ class ForkServer:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C on the terminal is for the controller alone
             )
-        me = identify(os.getpid())
-        if me is None:
-            raise ServerError("/proc does not show the controller; is it mounted with hidepid?")
         importing = ""
         try:
             control.send(
                 {
                     "op": "start",
-                    "token": self._token,
-                    "scratch": str(self._scratch),
-                    "controller": [me.pid, me.started],
                     "preload": self._preload,
                     "sys_path": [os.fspath(entry) for entry in sys.path],
                     "pythonpath": path,
@@ -255,7 +253,13 @@ class ForkServer:
             raise ServerError("the fork server is not running")
         try:
             control.send(
-                {"op": "fork", "fleet": number, "entry": entry, "directory": str(directory)},
+                {
+                    "op": "fork",
+                    "fleet": number,
+                    "size": len(fds),
+                    "entry": entry,
+                    "directory": str(directory),
+                },
                 fds=fds,
             )
         except ChannelClosed as error:
@@ -406,7 +410,7 @@ class ForkServer:
 def _interpreter_flags() -> list[str]:
     """Return the options (-W, -X, -O, ...) that this interpreter was started with."""
     flags: Any = getattr(subprocess, "_args_from_interpreter_flags", None)
-    return [] if flags is None else [flag for flag in flags() if flag not in ("-P", "-I")]
+    return [] if flags is None else [flag for flag in flags() if flag not in ("-P", "-I", "-E")]
 
 
 __all__ = ["DEFAULT_PRELOAD", "FleetError", "ForkServer"]

@@ -30,6 +30,7 @@ def start_guardian(*, token: str, scratch: Path, controller: Ident, server: Iden
     status = 1
     try:
         os.setsid()
+        os.chdir("/")
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

@@ -27,6 +27,7 @@ from .cleanup import remove_tree
 from .errors import ChannelClosed, SurvivorError
 from .guardian import start_guardian
 from .processes import (
+    TOKEN_VARIABLE,
     Family,
     Ident,
     alive,
@@ -53,20 +54,13 @@ class _Rank:
 class Server:
     """State and loop of the fork server."""
 
-    def __init__(self, control: Channel) -> None:
+    def __init__(self, control: Channel, *, controller: Ident, scratch: Path, token: str) -> None:
         self._control = control
+        self._controller = controller
+        self._scratch = scratch
+        self._token = token
         self._ranks: dict[int, _Rank] = {}  # by process number
         self._inherited: frozenset[int] = frozenset()
-        start = control.receive()
-        self._token: str = start["token"]
-        self._scratch = Path(start["scratch"])
-        self._controller = Ident(*start["controller"])
-        self._preload: list[str] = start["preload"]
-        sys.path[:] = start["sys_path"]
-        if start["pythonpath"] is None:
-            os.environ.pop("PYTHONPATH", None)
-        else:
-            os.environ["PYTHONPATH"] = start["pythonpath"]
         self._wake_read, self._wake_write = socket.socketpair()
         self._controller_fd = -1
         self._closing = False
@@ -93,9 +87,15 @@ class Server:
         start_guardian(
             token=self._token, scratch=self._scratch, controller=self._controller, server=me
         )
+        start = self._control.receive()
+        sys.path[:] = start["sys_path"]
+        if start["pythonpath"] is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = start["pythonpath"]
         self._refuse_threads("sitecustomize", "the start of the interpreter (a .pth file, perhaps)")
         own = open_fds()
-        for module in self._preload:
+        for module in start["preload"]:
             self._control.send({"event": "importing", "module": module})
             self._import(module)
         # Garbage of the imports would be copied into every rank at its first collection.
@@ -173,6 +173,11 @@ class Server:
         try:
             if threads := other_threads():
                 raise RuntimeError(f"the fork server has threads: {', '.join(threads)}")
+            if len(channels) != request["size"]:
+                raise RuntimeError(
+                    f"{len(channels)} of {request['size']} channels arrived: is the limit on open "
+                    "files (ulimit -n) too low?"
+                )
             pids = []
             for rank, fd in enumerate(channels):
                 birth = Birth(
@@ -289,12 +294,20 @@ def _terminate(_number: int, _frame: object) -> Never:
     raise ChannelClosed("the fork server was told to end by SIGTERM")
 
 
-def main(fd: int) -> Never:
-    """Run the fork server on the control socket ``fd``."""
+def main(fd: int, *, controller: Ident, scratch: Path) -> Never:
+    """Run the fork server on the control socket ``fd``.
+
+    ``scratch`` is the controller's private directory, to be removed if the controller dies.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     set_process_name(b"sp:server")
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
-    Server(Channel(sock, peer="the controller")).run()
+    Server(
+        Channel(sock, peer="the controller"),
+        controller=controller,
+        scratch=scratch,
+        token=os.environ[TOKEN_VARIABLE],
+    ).run()

@@ -37,7 +37,7 @@ def enable_stacks(path: Path) -> None:
     """Dump this process's stacks into ``path`` whenever STACK_SIGNAL arrives."""
     # The handler writes to this descriptor for the rest of the process's life, so nobody may own
     # and close it.
-    fd = path.open("ab", buffering=0)  # noqa: SIM115
+    fd = path.open("ab", buffering=0)
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
     _kept_open.append(fd)
 
