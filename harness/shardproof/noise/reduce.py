@@ -1,0 +1,235 @@
+"""Sums, means, variances, norms and cumulative sums in another order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .perturb import Noise
+
+_CHEAP: Final = 1 << 16
+"""Up to this many elements are permuted by a copy; larger ones are cut into views."""
+
+Dims = int | Sequence[int] | None
+
+
+def dimensions(value: Tensor, dim: Dims) -> list[int]:
+    """The reduced dimensions, none negative; None and the empty list mean all."""
+    rank = value.dim()
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(rank))
+    wanted = [dim] if isinstance(dim, int) else list(dim)
+    return sorted({d % rank if rank else 0 for d in wanted})
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _scattered(noise: Noise, value: Tensor, dim: int) -> Tensor:
+    if value.numel() > _CHEAP:
+        return value
+    return value.index_select(dim, noise.permutation(value.shape[dim], value.device))
+
+
+def total(noise: Noise, value: Tensor, dims: list[int], *, keepdim: bool) -> Tensor:
+    """The sum over ``dims`` in the dtype of ``value``, reassociated, not yet perturbed."""
+    if value.dim() == 0 or value.numel() == 0:
+        return value.sum(dims, keepdim=keepdim) if value.dim() else value.clone()
+    if len(dims) == value.dim() > 1 and value.is_contiguous() and not keepdim:
+        value, dims = value.view(-1), [0]
+    widest = max(dims, key=lambda d: value.shape[d])
+    length = value.shape[widest]
+    if length < 2:
+        return value.sum(dims, keepdim=keepdim)
+    value = _scattered(noise, value, widest)
+    results = value.numel() // math.prod(value.shape[d] for d in dims)
+    pieces = 2 if results > _CHEAP else noise.pieces(3, 8)
+    (begin, size), *others = noise.spans(length, pieces)
+    result = value.narrow(widest, begin, size).sum(dims, keepdim=keepdim)
+    for begin, size in others:
+        result.add_(value.narrow(widest, begin, size).sum(dims, keepdim=keepdim))
+    return result
+
+
+def sum_(
+    noise: Noise,
+    value: Tensor,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``aten::sum``."""
+    wanted = dtype or value.dtype
+    dims = dimensions(value, dim)
+    result = total(noise, value.to(_accumulator(wanted)), dims, keepdim=keepdim).to(wanted)
+    return noise.perturb_(result)
+
+
+def mean(
+    noise: Noise,
+    value: Tensor,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``aten::mean``."""
+    wanted = dtype or value.dtype
+    dims = dimensions(value, dim)
+    result = total(noise, value.to(_accumulator(wanted)), dims, keepdim=keepdim)
+    count = math.prod(value.shape[d] for d in dims) if value.dim() else 1
+    return noise.perturb_((result / count).to(wanted))
+
+
+def nansum(
+    noise: Noise,
+    value: Tensor,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``aten::nansum``."""
+    return sum_(noise, torch.where(value.isnan(), 0, value), dim, keepdim, dtype=dtype)
+
+
+def _moments(
+    noise: Noise, value: Tensor, dim: Dims, correction: float | None, keepdim: bool
+) -> tuple[Tensor, Tensor]:
+    dims = dimensions(value, dim)
+    count = math.prod(value.shape[d] for d in dims) if value.dim() else 1
+    wide = value.to(_accumulator(value.dtype))
+    if wide.is_complex() or value.dim() == 0 or value.numel() == 0:
+        variance, centre = torch.var_mean(wide, dims, correction=correction, keepdim=keepdim)
+        return variance, centre
+    centre = noise.perturb_(total(noise, wide, dims, keepdim=True).div_(count))
+    deviation = noise.perturb_(wide - centre)
+    free = max(0.0, count - (1.0 if correction is None else float(correction)))
+    squares = total(noise, deviation.square_(), dims, keepdim=keepdim)
+    if not keepdim:
+        centre = centre.sum(dims)  # each is of size one: nothing is added up
+    return squares.div_(free), centre
+
+
+def var_mean(
+    noise: Noise,
+    value: Tensor,
+    dim: Dims = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``aten::var_mean``."""
+    variance, centre = _moments(noise, value, dim, correction, keepdim)
+    return noise.perturb_(variance.to(value.dtype)), centre.to(value.dtype)
+
+
+def std_mean(
+    noise: Noise,
+    value: Tensor,
+    dim: Dims = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``aten::std_mean``."""
+    variance, centre = _moments(noise, value, dim, correction, keepdim)
+    return noise.perturb_(variance.sqrt().to(value.dtype)), centre.to(value.dtype)
+
+
+def var(
+    noise: Noise,
+    value: Tensor,
+    dim: Dims = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> Tensor:
+    """``aten::var``."""
+    return var_mean(noise, value, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def std(
+    noise: Noise,
+    value: Tensor,
+    dim: Dims = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> Tensor:
+    """``aten::std``."""
+    return std_mean(noise, value, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def vector_norm(
+    noise: Noise,
+    value: Tensor,
+    ord: Any = 2,  # noqa: A002 - the operation's own name
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``aten::linalg_vector_norm``: the norm of the norms of parts."""
+    wanted = dtype or value.dtype
+    order = 2.0 if ord is None else float(ord)
+    dims = dimensions(value, dim)
+    if value.numel() == 0 or value.dim() == 0 or order == 0 or math.isinf(order):
+        result: Tensor = torch.linalg.vector_norm(value, order, dims, keepdim, dtype=dtype)
+        return noise.perturb_(result)
+    wide = value.to(_accumulator(wanted))
+    widest = max(dims, key=lambda d: value.shape[d])
+    wide = _scattered(noise, wide, widest)
+    parts = [
+        torch.linalg.vector_norm(wide.narrow(widest, begin, size), order, dims, keepdim)
+        for begin, size in noise.spans(wide.shape[widest], noise.pieces(3, 8))
+    ]
+    result = torch.linalg.vector_norm(torch.stack(parts), order, 0)
+    return noise.perturb_(result.real.to(wanted) if result.is_complex() else result.to(wanted))
+
+
+def norm(
+    noise: Noise,
+    value: Tensor,
+    p: Any = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``aten::norm``."""
+    return vector_norm(noise, value, p, dim, keepdim, dtype=dtype)
+
+
+def foreach_norm(
+    noise: Noise,
+    values: Sequence[Tensor],
+    ord: Any = 2,  # noqa: A002 - the operation's own name
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """``aten::_foreach_norm``."""
+    return [vector_norm(noise, value, ord, dtype=dtype) for value in values]
+
+
+def cumsum(noise: Noise, value: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """``aten::cumsum``: parts on their own, then each one's start added."""
+    wanted = dtype or value.dtype
+    wide = value.to(_accumulator(wanted))
+    if value.dim() == 0 or value.numel() == 0 or value.shape[dim] < 2:
+        return noise.perturb_(torch.cumsum(value, dim, dtype=wanted))
+    result = torch.empty_like(wide)
+    carry: Tensor | None = None
+    length = value.shape[dim]
+    for begin, size in sorted(noise.spans(length, noise.pieces(2, 8))):
+        part = torch.cumsum(wide.narrow(dim, begin, size), dim)
+        if carry is not None:
+            part.add_(carry)
+        carry = part.narrow(dim, size - 1, 1)
+        result.narrow(dim, begin, size).copy_(part)
+    return noise.perturb_(result.to(wanted))
