@@ -21,9 +21,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shardproof-benchmark-") as folder:
         for _ in range(cases):
             started = time.perf_counter()
-            torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
-                in_new_group, args=(size, fresh_store(folder)), nprocs=size
-            )
+            torch.multiprocessing.spawn(in_new_group, args=(size, fresh_store(folder)), nprocs=size)
             seconds.append(time.perf_counter() - started)
     print(json.dumps(seconds))
 
