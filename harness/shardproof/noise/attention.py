@@ -56,7 +56,8 @@ class _Heads:
         group, begin, size = block
         grouped = value.unflatten(1, (self.kv_heads, self.groups))
         rows = grouped[:, :, group, begin : begin + size]
-        return rows.flatten(0, 1).to(_wide(value.dtype))
+        flat: Tensor = rows.flatten(0, 1).to(_wide(value.dtype))
+        return flat
 
     def put(self, into: Tensor, block: tuple[int, int, int], value: Tensor) -> None:
         """Write a block's [B * K, rows, ...] into a [B, H, S, ...] tensor."""
@@ -113,7 +114,7 @@ def attention(
         top = scores.amax(2, keepdim=True)
         top = torch.where(top.isinf(), 0, top)
         weights = noise.perturb_(scores.sub_(top)).exp_()
-        sums = noise.perturb_(total(noise, weights, [2], keepdim=True))
+        sums = noise.perturb_(total(noise, weights, [2], keepdim=True, moved=True))
         mixed = bmm(noise, weights, values).div_(torch.where(sums == 0, 1, sums))
         heads.put(output, block, mixed)
         heads.put(sums_log, block, sums.log_().add_(top).squeeze(2))

@@ -48,7 +48,7 @@ class NoiseMode(TorchDispatchMode):
             expected: the dtype that the run is meant to have. Operations on tainted values that
                 are computed below it from the start are then listed in ``lower``.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self.perturb = perturb
         self._noise = Noise(seed)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from .perturb import Noise
 
-_CHEAP: Final = 1 << 16
-"""Up to this many elements are permuted by a copy; larger ones are cut into views."""
+_PERMUTED: Final = 1 << 16
+"""Up to this many elements are copied in another order."""
+_COPIED: Final = 1 << 20
+"""Up to this many are copied and perturbed; larger values are cut into views."""
 
 Dims = int | Sequence[int] | None
 
@@ -30,14 +32,33 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _scattered(noise: Noise, value: Tensor, dim: int) -> Tensor:
-    if value.numel() > _CHEAP:
+def _scattered(
+    noise: Noise, value: Tensor, dim: int, spans: Sequence[tuple[int, int]], *, moved: bool
+) -> Tensor:
+    """A copy with the order changed inside each span and each term moved by a unit of rounding.
+
+    Spans stay where they are: a split of sorted or cancelling terms has large partial sums, which
+    a permutation of the whole would never show. Terms are moved (unless they just were) because
+    equal terms round the same way in every order.
+    """
+    if value.numel() > _COPIED or (moved and value.numel() > _PERMUTED):
         return value
-    return value.index_select(dim, noise.permutation(value.shape[dim], value.device))
+    if value.numel() > _PERMUTED:
+        return noise.perturb_(value.clone())
+    order = torch.cat(
+        [noise.permutation(size, value.device).add_(begin) for begin, size in sorted(spans)]
+    )
+    copy = value.index_select(dim, order)
+    return copy if moved else noise.perturb_(copy)
 
 
-def total(noise: Noise, value: Tensor, dims: list[int], *, keepdim: bool) -> Tensor:
-    """The sum over ``dims`` in the dtype of ``value``, reassociated, not yet perturbed."""
+def total(
+    noise: Noise, value: Tensor, dims: list[int], *, keepdim: bool, moved: bool = False
+) -> Tensor:
+    """The sum over ``dims`` in the dtype of ``value``, reassociated, not yet perturbed.
+
+    ``moved`` says that the terms have just been perturbed.
+    """
     if value.dim() == 0 or value.numel() == 0:
         return value.sum(dims, keepdim=keepdim) if value.dim() else value.clone()
     if len(dims) == value.dim() > 1 and value.is_contiguous() and not keepdim:
@@ -46,14 +67,17 @@ def total(noise: Noise, value: Tensor, dims: list[int], *, keepdim: bool) -> Ten
     length = value.shape[widest]
     if length < 2:
         return value.sum(dims, keepdim=keepdim)
-    value = _scattered(noise, value, widest)
     results = value.numel() // math.prod(value.shape[d] for d in dims)
-    pieces = 2 if results > _CHEAP else noise.pieces(3, 8)
-    (begin, size), *others = noise.spans(length, pieces)
-    result = value.narrow(widest, begin, size).sum(dims, keepdim=keepdim)
-    for begin, size in others:
-        result.add_(value.narrow(widest, begin, size).sum(dims, keepdim=keepdim))
-    return result
+    large = results > _PERMUTED
+    spans = noise.spans(length, 2 if large else noise.pieces(3, 8))
+    value = _scattered(noise, value, widest, spans, moved=moved)
+    result: Tensor | None = None
+    for begin, size in spans:
+        part = value.narrow(widest, begin, size).sum(dims, keepdim=keepdim)
+        if not large and size > 1:
+            noise.perturb_(part)
+        result = part if result is None else result.add_(part)
+    return value.sum(dims, keepdim=keepdim) if result is None else result
 
 
 def sum_(
@@ -111,7 +135,7 @@ def _moments(
     centre = noise.perturb_(total(noise, wide, dims, keepdim=True).div_(count))
     deviation = noise.perturb_(wide - centre)
     free = max(0.0, count - (1.0 if correction is None else float(correction)))
-    squares = total(noise, deviation.square_(), dims, keepdim=keepdim)
+    squares = total(noise, deviation.square_(), dims, keepdim=keepdim, moved=True)
     if not keepdim:
         centre = centre.sum(dims)  # each is of size one: nothing is added up
     return squares.div_(free), centre
@@ -185,10 +209,11 @@ def vector_norm(
         return noise.perturb_(result)
     wide = value.to(_accumulator(wanted))
     widest = max(dims, key=lambda d: value.shape[d])
-    wide = _scattered(noise, wide, widest)
+    spans = noise.spans(wide.shape[widest], noise.pieces(3, 8))
+    wide = _scattered(noise, wide, widest, spans, moved=False)
     parts = [
         torch.linalg.vector_norm(wide.narrow(widest, begin, size), order, dims, keepdim)
-        for begin, size in noise.spans(wide.shape[widest], noise.pieces(3, 8))
+        for begin, size in spans
     ]
     result = torch.linalg.vector_norm(torch.stack(parts), order, 0)
     return noise.perturb_(result.real.to(wanted) if result.is_complex() else result.to(wanted))

@@ -43,7 +43,7 @@ def softmax(noise: Noise, value: Tensor, dim: int, half_to_float: bool = False) 
     for begin, size in blocks(rows.shape[0], _BLOCK // rows.shape[1]):
         part = rows.narrow(0, begin, size).to(_wide(dtype))
         part = noise.perturb_(part - part.amax(1, keepdim=True)).exp_()
-        part.div_(noise.perturb_(total(noise, part, [1], keepdim=True)))
+        part.div_(noise.perturb_(total(noise, part, [1], keepdim=True, moved=True)))
         result.narrow(0, begin, size).copy_(part)
     return noise.perturb_(_shaped(result, value, dim))
 
@@ -66,7 +66,7 @@ def log_softmax(noise: Noise, value: Tensor, dim: int, half_to_float: bool = Fal
     for begin, size in blocks(rows.shape[0], _BLOCK // rows.shape[1]):
         part = rows.narrow(0, begin, size).to(_wide(dtype))
         part = noise.perturb_(part - part.amax(1, keepdim=True))
-        sums = noise.perturb_(total(noise, part.exp(), [1], keepdim=True))
+        sums = noise.perturb_(total(noise, part.exp(), [1], keepdim=True, moved=True))
         part.sub_(noise.perturb_(sums.log_()))
         result.narrow(0, begin, size).copy_(part)
     return noise.perturb_(_shaped(result, value, dim))
@@ -81,7 +81,7 @@ def logsumexp(noise: Noise, value: Tensor, dim: Dims, keepdim: bool = False) -> 
     top = wide.amax(dims, keepdim=True)
     top = torch.where(top.isinf(), 0, top)
     part = noise.perturb_(wide - top).exp_()
-    sums = noise.perturb_(total(noise, part, dims, keepdim=keepdim))
+    sums = noise.perturb_(total(noise, part, dims, keepdim=keepdim, moved=True))
     result = noise.perturb_(sums.log_())
     result.add_(top if keepdim else top.sum(dims))  # of size one each: nothing is added up
     return noise.perturb_(result.to(value.dtype))
