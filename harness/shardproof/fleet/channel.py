@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from .codec import MESSAGE_LIMIT, Decoder, Received, encode
-from .errors import ChannelClosed, ChannelTimeout, FleetError
+from .errors import ChannelClosed, ChannelTimeout, FleetError, ProtocolError
 
 MAX_FDS: Final = 250
 """File descriptors one message can carry (the kernel stops at 253)."""
@@ -62,6 +62,11 @@ class Channel:
         return self._eof
 
     @property
+    def error(self) -> ProtocolError | None:
+        """What makes the bytes that came unreadable as messages, None while they are."""
+        return self._decoder.error
+
+    @property
     def unsent(self) -> int:
         """Bytes that `post` took and the socket did not, so far."""
         return len(self._outbox)
@@ -100,11 +105,13 @@ class Channel:
     def receive(self, timeout: float | None = None) -> dict[str, Any]:
         """Return the next message, waiting at most ``timeout`` seconds (None: without end).
 
-        Raises ChannelTimeout, and ChannelClosed when the other end is closed and every message
-        that it sent has been returned.
+        When every message that came has been returned, raises ChannelClosed if the other end is
+        closed and ProtocolError if what follows is no message; else ChannelTimeout in time.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._inbox:
+            if self.error is not None:
+                raise self.error
             if self._eof:
                 raise self._closed("end of file")
             if not self._readable(deadline):
@@ -141,7 +148,10 @@ class Channel:
                 self._sock.shutdown(socket.SHUT_WR)
 
     def drain(self) -> list[Received]:
-        """Return every message that is there by now, without waiting; see also `eof`."""
+        """Return every message that is there by now, without waiting.
+
+        See `eof` and `error` for what comes after them.
+        """
         while not self._eof and self._read(socket.MSG_DONTWAIT):
             pass
         messages = list(self._inbox)

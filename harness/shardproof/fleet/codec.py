@@ -62,6 +62,7 @@ class Decoder:
     def __init__(self, *, limit: int = MESSAGE_LIMIT) -> None:
         self._limit = limit
         self._buffer = bytearray()
+        self.error: ProtocolError | None = None
 
     @property
     def pending(self) -> int:
@@ -71,10 +72,12 @@ class Decoder:
     def feed(self, data: bytes) -> list[Received]:
         """Take ``data`` and return the messages that are now complete.
 
-        Raises ProtocolError where the bytes cannot be a message.
+        Where the bytes cannot be a message, ``error`` is set and nothing is read any more.
         """
-        self._buffer += data
         complete: list[Received] = []
+        if self.error is not None:
+            return complete
+        self._buffer += data
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:
@@ -92,8 +95,9 @@ class Decoder:
                     Received(_load(bytes(self._buffer[start + _HEADER.size : end])), at)
                 )
                 start = end
-        finally:
-            del self._buffer[:start]
+        except ProtocolError as error:
+            self.error = error
+        del self._buffer[:start]
         return complete
 
 

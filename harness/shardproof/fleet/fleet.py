@@ -13,7 +13,7 @@ from .capture import OUTPUT_LIMIT, Capture, Output
 from .channel import Channel
 from .cleanup import remove_tree
 from .codec import encode
-from .errors import FleetError, ProtocolError
+from .errors import FleetError
 from .events import STOP, Event, Exited, Message, exited
 from .processes import Family, Ident, send_signal
 from .stacks import collect_stacks
@@ -40,6 +40,7 @@ class RankProcess:
         self.index = index
         self.ident = ident
         self.exited: Exited | None = None
+        self.fault = ""
         self.channel = channel
         self.capture = Capture(directory, index)
 
@@ -241,21 +242,19 @@ class Fleet:
             raise FleetError(f"fleet {self.label!r} has ranks 0 to {self.size - 1}, not {rank}")
         return self.ranks[rank]
 
-    def _drain(self, rank: RankProcess, batch: deque[Event]) -> str:
-        try:
-            received = rank.channel.drain()
-        except ProtocolError as error:
-            send_signal(rank.ident, signal.SIGKILL)
-            rank.channel.close()
-            return f"killed, since what it sent is no message: {error}"
+    def _drain(self, rank: RankProcess, batch: deque[Event]) -> None:
+        received = rank.channel.drain()
         batch.extend(Message(rank.index, message.payload, message.at) for message in received)
-        return ""
+        if rank.channel.error is not None and not rank.fault:
+            rank.fault = f"killed, since what it sent is no message: {rank.channel.error}"
+            send_signal(rank.ident, signal.SIGKILL)
 
     def _end(self, rank: RankProcess, end: Exited, batch: deque[Event]) -> None:
         """Note a rank's end, after all that it sent before."""
         if rank.exited is not None:
             return
-        note = self._drain(rank, batch)
+        self._drain(rank, batch)
+        note = rank.fault
         if not note and rank.channel.unfinished:
             note = f"its last message was cut short after {rank.channel.unfinished} bytes"
         if note:
