@@ -1,4 +1,7 @@
-"""shardproof: a pytest plugin that proves sharding is invisible."""
+"""shardproof: a pytest plugin that proves sharding is invisible.
+
+PYTEST_DONT_REWRITE: ranks import it before pytest can rewrite assertions, and it has none.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,238 @@
+"""Cases and cells: what the marker declares, and how collected items become case x topology."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import unittest
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from packaging.requirements import InvalidRequirement, Requirement
+
+from shardproof.options import SETTINGS, Settings
+from shardproof.topology import Topology, TopologyError, parse_topology
+
+MARKER = "parity"
+RANK_FIXTURE = "rank"
+PAYLOAD = "shardproof"
+"""Attribute of a test report that carries the result of its cell."""
+MARKER_HELP = (
+    "parity(*topologies, timeout=None, requires=(), megatron=False, multiple_of={}, divisor_of={},"
+    " full_precision=False):"
+    " run the test as a parity case, once as the single-device reference and once on the ranks of"
+    " each topology. timeout: seconds for one topology. requires: distributions that must be"
+    " installed, such as 'transformers>=5'. megatron: set up megatron-core's parallel state."
+    " multiple_of/divisor_of: what the size of an axis must be when it is above 1, such as"
+    " multiple_of={'cp': 2}. full_precision: fail where a float64 reference computes in less."
+)
+
+
+class CaseError(ValueError):
+    """A parity marker or a topology that does not fit its case."""
+
+
+@dataclass(frozen=True)
+class CaseOptions:
+    """Keyword arguments of the parity marker, checked."""
+
+    timeout: float | None = None
+    requires: tuple[str, ...] = ()
+    megatron: bool = False
+    multiple_of: Mapping[str, int] | None = None
+    divisor_of: Mapping[str, int] | None = None
+    full_precision: bool = False
+
+    def missing(self) -> str | None:
+        """What is not installed of what the case needs, or None."""
+        wanted = [*self.requires, *(["megatron-core"] if self.megatron else [])]
+        for text in wanted:
+            requirement = Requirement(text)
+            try:
+                version = importlib.metadata.version(requirement.name)
+            except importlib.metadata.PackageNotFoundError:
+                return f"needs {text}, which is not installed"
+            if not requirement.specifier.contains(version, prereleases=True):
+                return f"needs {text}, but {requirement.name} {version} is installed"
+        return None
+
+    def misfit(self, topology: Topology) -> str | None:
+        """Why ``topology`` does not fit the sizes that the case asks for, or None."""
+        for axis, size in topology.sizes.items():
+            factor = (self.multiple_of or {}).get(axis, 1)
+            whole = (self.divisor_of or {}).get(axis, 0)
+            if size > 1 and size % factor:
+                return f"this case needs {axis} to be a multiple of {factor}, got {axis}{size}"
+            if size > 1 and whole % size:
+                return f"this case needs {axis} to divide {whole}, got {axis}{size}"
+        return None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One case on one topology, as collected.
+
+    ``topology`` is None when its text could not be understood; ``problem`` says why.
+    """
+
+    label: str
+    topology: Topology | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an item runs: ``case`` is its node id without the topology."""
+
+    case: str
+    cell: Cell
+    options: CaseOptions
+
+
+def cell_of(item: pytest.Item) -> Cell | None:
+    """The cell that ``item`` is, or None for a test that is no parity case."""
+    callspec = getattr(item, "callspec", None)
+    cell = callspec.params.get(RANK_FIXTURE) if callspec is not None else None
+    return cell if isinstance(cell, Cell) else None
+
+
+def describe(item: pytest.Item, cell: Cell) -> Case:
+    """Case name and options of an item.
+
+    Raises:
+        CaseError: the marker's arguments cannot be used.
+    """
+    return Case(case_id(item, cell), cell, read_options(item))
+
+
+def case_id(item: pytest.Item, cell: Cell) -> str:
+    """Node id without the topology: ``f.py::test[cp2-full]`` becomes ``f.py::test[full]``."""
+    callspec: Any = getattr(item, "callspec", None)
+    parts = str(callspec.id).split("-")
+    label = cell.label.split("-")
+    for start in range(len(parts)):
+        if parts[start : start + len(label)] == label:
+            del parts[start : start + len(label)]
+            break
+    stem = item.nodeid.removesuffix(f"[{callspec.id}]")
+    return f"{stem}[{'-'.join(parts)}]" if parts else stem
+
+
+def read_options(item: pytest.Item) -> CaseOptions:
+    """Keyword arguments of the closest parity marker.
+
+    Raises:
+        CaseError: an unknown keyword, or a value of the wrong kind.
+    """
+    marker = item.get_closest_marker(MARKER)
+    given = dict(marker.kwargs) if marker else {}
+    try:
+        options = CaseOptions(**given)
+    except TypeError as error:
+        known = ", ".join(CaseOptions.__dataclass_fields__)
+        raise CaseError(
+            f"parity marker: expected keywords among {known}, got {sorted(given)}"
+        ) from error
+    requires: object = options.requires
+    if isinstance(requires, str):
+        raise CaseError("parity marker: requires must be a list of names, got one string")
+    for text in options.requires:
+        try:
+            Requirement(text)
+        except (InvalidRequirement, TypeError) as error:
+            raise CaseError(f"parity marker: requires: {text!r} is no requirement") from error
+    seconds: Any = options.timeout
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+        raise CaseError(f"parity marker: timeout must be seconds above 0, got {seconds!r}")
+    _check_sizes(item.config.stash[SETTINGS], "multiple_of", options.multiple_of)
+    _check_sizes(item.config.stash[SETTINGS], "divisor_of", options.divisor_of)
+    return options
+
+
+def _check_sizes(settings: Settings, keyword: str, sizes: object) -> None:
+    known = {axis.name for axis in settings.axes}
+    right = sizes is None or (
+        isinstance(sizes, Mapping)
+        and all(
+            axis in known and isinstance(n, int) and not isinstance(n, bool) and n > 0
+            for axis, n in sizes.items()
+        )
+    )
+    if not right:
+        raise CaseError(
+            f"parity marker: {keyword} must map axes ({', '.join(sorted(known))}) to whole "
+            f"numbers above 0, got {sizes!r}"
+        )
+
+
+def ask_for_rank(collector: pytest.Collector, obj: object) -> None:
+    """Make a parity test use the ``rank`` fixture even when it asks for it through none.
+
+    Raises:
+        CaseError: the test is a unittest method, which can't be parametrized.
+    """
+    if not inspect.isroutine(obj) or not any(_markers(collector, obj)):
+        return
+    cls = getattr(collector, "cls", None) or getattr(getattr(collector, "parent", None), "cls", 0)
+    if isinstance(cls, type) and issubclass(cls, unittest.TestCase):
+        return  # refused with a clear text in check_selected
+    function = getattr(obj, "__func__", obj)
+    already = getattr(function, "pytestmark", [])
+    if not any(mark.name == "usefixtures" and RANK_FIXTURE in mark.args for mark in already):
+        pytest.mark.usefixtures(RANK_FIXTURE)(function)
+
+
+def _markers(collector: pytest.Collector, obj: object) -> Iterator[pytest.Mark]:
+    yield from collector.iter_markers(MARKER)
+    for mark in getattr(obj, "pytestmark", []):
+        if getattr(mark, "name", None) == MARKER:
+            yield mark
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Give a parity test one item for each topology."""
+    marker = metafunc.definition.get_closest_marker(MARKER)
+    if marker is None or RANK_FIXTURE not in metafunc.fixturenames:
+        return
+    cells = list(_cells(metafunc.config.stash[SETTINGS], marker))
+    metafunc.parametrize(RANK_FIXTURE, cells, indirect=True, ids=[cell.label for cell in cells])
+
+
+def _cells(settings: Settings, marker: pytest.Mark) -> Iterator[Cell]:
+    if settings.forced:
+        yield from (Cell(topology.name, topology) for topology in settings.forced)
+        return
+    seen: set[str] = set()
+    for text in marker.args or settings.defaults:
+        cell = _declared(settings, text)
+        if cell.label not in seen:
+            seen.add(cell.label)
+            yield cell
+
+
+def _declared(settings: Settings, text: object) -> Cell:
+    if not isinstance(text, str):
+        label = f"invalid_{type(text).__name__}"
+        return Cell(label, None, f"parity marker: a topology is a name like 'cp2', got {text!r}")
+    try:
+        topology = parse_topology(text, settings.axes)
+    except TopologyError as error:
+        return Cell(text or "empty", None, f"parity marker: {error}")
+    return Cell(topology.name, topology)
+
+
+def check_selected(items: list[pytest.Item]) -> bool:
+    """Whether any selected item is a parity case.
+
+    Raises:
+        pytest.UsageError: a parity marker on a test that can't be parametrized (unittest).
+    """
+    for item in items:
+        if item.get_closest_marker(MARKER) and cell_of(item) is None:
+            raise pytest.UsageError(
+                f"{item.nodeid}: the parity marker works on functions and on methods of plain "
+                "classes, not on unittest.TestCase methods or custom items; make it a function"
+            )
+    return any(cell_of(item) for item in items)

@@ -1,0 +1,1 @@
+"""What runs in the pytest process that the user started (or in each xdist worker)."""

@@ -1,0 +1,208 @@
+"""Warm fleets by size, forked when first needed and replaced when one is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.fleet import (
+    DEFAULT_PRELOAD,
+    Exited,
+    Fleet,
+    ForkServer,
+    Message,
+    PreloadError,
+    make_scratch,
+)
+from shardproof.options import Settings
+from shardproof.rank.work import SessionSetup
+
+ENTRY = "shardproof.rank.session:main"
+PRELOAD = (*DEFAULT_PRELOAD, "torch.distributed.device_mesh", "shardproof.rank.session")
+_START_LIMIT = 300.0
+_CLOSE_LIMIT = 30.0
+
+
+class StartError(RuntimeError):
+    """Ranks that could not be started; the text says what they said."""
+
+
+class FleetPool:
+    """All processes of this controller, and the directories that its runs use."""
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self._config = config
+        self._settings = settings
+        self._server: ForkServer | None = None
+        self.scratch = Path()
+        self._fleets: dict[str, Fleet] = {}
+        self._made = 0
+        self._directories = 0
+        self._run_id = uuid.uuid4().hex
+        self.files: list[str] = []
+
+    @property
+    def server(self) -> ForkServer:
+        """The fork server, started on first use.
+
+        Raises:
+            pytest.UsageError: a module of ``shardproof_preload`` can't be imported.
+        """
+        if self._server is None:
+            self.scratch = make_scratch()
+            server = ForkServer(preload=[*PRELOAD, *self._settings.preload], scratch=self.scratch)
+            try:
+                server.start()
+            except PreloadError as error:
+                server.close()
+                raise pytest.UsageError(f"shardproof_preload: {error}") from error
+            self._server = server
+        return self._server
+
+    def get(self, label: str, size: int) -> Fleet:
+        """The warm fleet called ``label``, forked anew when there is none.
+
+        Raises:
+            StartError: a rank died or could not make its pytest session.
+        """
+        fleet = self._fleets.get(label)
+        if fleet is not None and not self._healthy(fleet):
+            self.drop(fleet)
+            fleet = None
+        if fleet is None:
+            fleet = self._fork(label, size)
+            self._fleets[label] = fleet
+        return fleet
+
+    def drop(self, fleet: Fleet) -> None:
+        """Forget a fleet and end what is left of it."""
+        fleet.discard()
+        self._fleets = {label: other for label, other in self._fleets.items() if other is not fleet}
+
+    def retire(self, fleet: Fleet) -> list[str]:
+        """End a fleet in good order; what its higher-scoped fixtures said, as texts."""
+        errors: list[str] = []
+        fleet.send(None, {"do": "close"})
+        waiting = set(range(fleet.size))
+        deadline = time.monotonic() + _CLOSE_LIMIT
+        while waiting and time.monotonic() < deadline:
+            for event in fleet.poll(max(0.0, deadline - time.monotonic())):
+                match event:
+                    case Message() if event.payload.get("type") == "closed":
+                        waiting.discard(event.rank)
+                        errors += [f"rank {event.rank}: {e}" for e in event.payload["errors"]]
+                    case Exited():
+                        waiting.discard(event.rank)
+        errors += [f"rank {rank}: did not end within {_CLOSE_LIMIT:g} s" for rank in waiting]
+        fleet.stop(1.0 if not waiting else 0.1)
+        self.drop(fleet)
+        return errors
+
+    def end_references(self) -> None:
+        """End the reference processes at once; the next case forks new ones."""
+        for label, fleet in list(self._fleets.items()):
+            if label.startswith("reference"):
+                self.drop(fleet)
+
+    def close(self, *, gently: bool) -> list[str]:
+        """End everything; with ``gently`` higher-scoped fixtures of ranks are torn down first."""
+        errors: list[str] = []
+        try:
+            if gently:
+                for fleet in list(self._fleets.values()):
+                    errors += self.retire(fleet)
+        finally:
+            self._fleets.clear()
+            if self._server is not None:
+                self._server.close()
+                self._server = None
+        return errors
+
+    def directory(self, name: str) -> Path:
+        """A new private directory in shared memory, gone with the server at the latest."""
+        self.server.start()
+        self._directories += 1
+        safe = re.sub(r"[^A-Za-z0-9_]+", "_", name)[:40]
+        path = self.scratch / f"{self._directories:06d}-{safe}"
+        path.mkdir(mode=0o700)
+        return path
+
+    def tmp_path(self, name: str) -> Path:
+        """A new directory for the ``tmp_path`` of one cell, kept as pytest keeps its own."""
+        factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]
+        return factory.mktemp(re.sub(r"[\W]", "_", name)[:30], numbered=True)
+
+    def _healthy(self, fleet: Fleet) -> bool:
+        return not any(isinstance(event, Exited) for event in fleet.poll(0))
+
+    def _fork(self, label: str, size: int) -> Fleet:
+        self._made += 1
+        fleet = self.server.fork(
+            size=size, entry=ENTRY, setup=self._setup(f"{label}-{self._made}"), label=label
+        )
+        waiting = set(range(size))
+        deadline = time.monotonic() + _START_LIMIT
+        try:
+            while waiting:
+                if time.monotonic() > deadline:
+                    raise StartError(
+                        f"ranks {sorted(waiting)} of {label} were not ready within "
+                        f"{_START_LIMIT:g} s\n{_texts(fleet.stacks())}"
+                    )
+                for event in fleet.poll(max(0.0, deadline - time.monotonic())):
+                    match event:
+                        case Message() if event.payload.get("type") == "ready":
+                            waiting.discard(event.rank)
+                        case Message():
+                            raise StartError(
+                                f"rank {event.rank} of {label} could not make its pytest session\n"
+                                f"{event.payload.get('text')}"
+                            )
+                        case Exited():
+                            raise StartError(
+                                f"{label}: {event} at start\n{fleet.output(event.rank).stderr}"
+                            )
+        except BaseException:
+            fleet.discard()
+            raise
+        return fleet
+
+    def _setup(self, label: str) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]
+        invocation = self._config.invocation_params
+        setup = SessionSetup(
+            args=[str(arg) for arg in invocation.args],
+            directory=str(invocation.dir),
+            path=list(sys.path),
+            files=self.files,
+            basetemp=str(factory.getbasetemp() / "ranks"),
+            label=label,
+            workerinput={
+                "workerid": f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')}-{label}",
+                "workercount": 1,
+                "testrunuid": self._run_id,
+                "mainargv": list(sys.argv),
+            },
+        )
+        return asdict(setup)
+
+
+def remove(paths: Sequence[Path]) -> None:
+    """Remove directories of a finished case or cell."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _texts(stacks: dict[int, str]) -> str:
+    return "\n".join(f"rank {rank}:\n{text}" for rank, text in stacks.items())

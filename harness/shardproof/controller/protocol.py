@@ -1,0 +1,380 @@
+"""pytest hooks of the controller: each parity item becomes a cell run by ranks."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.skipping import evaluate_skip_marks, evaluate_xfail_marks
+
+from shardproof.cells import (
+    MARKER,
+    PAYLOAD,
+    Case,
+    CaseError,
+    CaseOptions,
+    Cell,
+    case_id,
+    cell_of,
+    describe,
+)
+from shardproof.controller.drive import Drive, run_to_end
+from shardproof.controller.fleets import FleetPool, StartError
+from shardproof.controller.outcome import Ending, ending_of
+from shardproof.controller.reference import Reference, make_reference
+from shardproof.controller.reports import (
+    cell_reports,
+    reproduce_line,
+    simple_report,
+    skip_report,
+)
+from shardproof.options import Settings
+from shardproof.rank.groups import same_counts
+from shardproof.rank.work import Run
+from shardproof.results import describe_fall
+from shardproof.topology import Topology
+
+# Reference files that may stay in shared memory while other cases run (xdist, reordered tests).
+_REFERENCES_KEPT = 4
+
+
+class Controller:
+    """Runs parity items on ranks; everything else is left to pytest."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, items: list[pytest.Item]) -> None:
+        for option, name in (("usepdb", "--pdb"), ("trace", "--trace")):
+            if getattr(config.option, option, False):
+                raise pytest.UsageError(
+                    f"{name} can't be used with parity cases yet: their code runs in rank "
+                    "processes without a terminal; leave it out, or deselect parity cases with "
+                    f"-m 'not {MARKER}'"
+                )
+        self._config = config
+        self._settings = settings
+        self._pool = FleetPool(config, settings)
+        self._references: OrderedDict[str, Reference] = OrderedDict()
+        self._unclean: set[int] = set()
+        self._last: pytest.Item | None = None
+        self._order = [item for item in items if cell_of(item)]
+        self._at = {item.nodeid: number for number, item in enumerate(self._order)}
+        self._pool.files = list(dict.fromkeys(str(item.path) for item in self._order))
+        # Topologies that each case still has to run, so that its reference can go after the last.
+        self._left = Counter(case_id(item, self._cell(item)) for item in self._order)
+
+    # Running ----------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
+        """Run one cell in place of pytest's own protocol."""
+        cell = cell_of(item)
+        if cell is None:
+            return None
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        reports = self._reports(item, cell, nextitem)
+        teardown = self._own_teardown(item, nextitem)
+        if teardown is not None:
+            reports = [report for report in reports if report.when != "teardown"]
+            reports.append(teardown)
+        for report in reports:
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        self._last = item
+        return True
+
+    def _own_teardown(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> pytest.TestReport | None:
+        """End fixtures that plain tests before this item left for the next one.
+
+        Returns a report when one of them failed.
+        """
+        state: Any = item.session._setupstate
+        call = pytest.CallInfo.from_call(
+            lambda: state.teardown_exact(nextitem),
+            when="teardown",
+            reraise=(KeyboardInterrupt, pytest.exit.Exception),
+        )
+        if call.excinfo is None:
+            return None
+        report: pytest.TestReport = item.ihook.pytest_runtest_makereport(item=item, call=call)
+        return report
+
+    def _reports(
+        self, item: pytest.Item, cell: Cell, nextitem: pytest.Item | None
+    ) -> list[pytest.TestReport]:
+        try:
+            case = describe(item, cell)
+        except CaseError as error:
+            case = Case(case_id(item, cell), cell, CaseOptions())
+            return [self._bad(item, case, "invalid", str(error))]
+        skip = evaluate_skip_marks(item)
+        xfail = evaluate_xfail_marks(item)
+        if skip is not None:
+            return [self._skipped(item, case, skip.reason)]
+        if xfail is not None and not xfail.run and not item.config.option.runxfail:
+            report = skip_report(item, f"[NOTRUN] {xfail.reason}")
+            report.wasxfail = f"reason: [NOTRUN] {xfail.reason}"
+            return [report]
+        topology = cell.topology
+        if topology is None:
+            return [self._bad(item, case, "invalid", str(cell.problem))]
+        misfit = case.options.misfit(topology)
+        if misfit is not None:
+            return [self._bad(item, case, "invalid", f"{topology.name} does not fit: {misfit}")]
+        missing = case.options.missing()
+        if missing is not None:
+            return [self._skipped(item, case, missing)]
+        if topology.world_size > self._settings.max_ranks:
+            reason = (
+                f"{topology.name} needs {topology.world_size} ranks, at most "
+                f"{self._settings.max_ranks} are allowed (shardproof_max_ranks)"
+            )
+            return [self._skipped(item, case, reason)]
+        try:
+            return self._run_cell(item, case, topology, nextitem)
+        except StartError as error:
+            return [self._bad(item, case, "not started", str(error))]
+        finally:
+            self._done_with(case.case)
+
+    def _run_cell(
+        self,
+        item: pytest.Item,
+        case: Case,
+        topology: Topology,
+        nextitem: pytest.Item | None,
+    ) -> list[pytest.TestReport]:
+        limit = case.options.timeout or self._settings.timeout
+        reference = self._reference(item, case, limit)
+        if reference.skip is not None:
+            return [self._skipped(item, case, f"the reference skipped: {reference.skip}")]
+        if reference.problem is None and reference.fallen and case.options.full_precision:
+            places = "\n".join(describe_fall(fall) for fall in reference.fallen)
+            reference.problem = (
+                "reference failed",
+                f"the case asks for full precision, but its reference fell below it:\n{places}",
+            )
+        if reference.problem is not None:
+            outcome, text = reference.problem
+            return [self._bad(item, case, outcome, text)]
+        size = topology.world_size
+        cell_dir = self._pool.directory("cell")
+        fleet = self._pool.get(f"ranks{size}", size)
+        new_groups = not self._settings.keep_groups or size in self._unclean
+        run = Run(
+            nodeid=item.nodeid,
+            file=str(item.path),
+            next_nodeid=self._next(item, size, nextitem),
+            topology=topology.name,
+            role="candidate",
+            noise=0,
+            reference_dir=str(reference.directory),
+            cell_dir=str(cell_dir),
+            case_dir=str(reference.case_dir),
+            tmp_path=str(self._pool.tmp_path(item.name)),
+            store=str(cell_dir / "store"),
+            dtype=self._settings.dtype,
+            seed=self._settings.seed,
+            megatron=case.options.megatron,
+            new_groups=new_groups,
+        )
+        footer = reproduce_line(item, self._settings, topology.name)
+        drive = run_to_end(Drive(fleet, run, limit=limit, reproduce=footer))
+        ending = ending_of(drive)
+        errors = self._after(drive, size)
+        shutil.rmtree(cell_dir, ignore_errors=True)
+        if drive.verdicts == [] and ending.outcome == "passed":
+            return [self._bad(item, case, "invalid", _OBSERVES_NOTHING)]
+        reports = cell_reports(item, drive, ending, footer)
+        if errors:
+            reports = [report for report in reports if report.when != "teardown"]
+            reports.append(_late_teardown(item, errors))
+        self._attach(item, reports, case, ending, drive, reference, footer)
+        return reports
+
+    def _after(self, drive: Drive, size: int) -> list[str]:
+        """Keep the ranks and their groups only while they are as good as new.
+
+        Returns what fixtures of higher scope said when ranks were ended (``--parity-fresh``).
+        """
+        self._unclean.discard(size)
+        if drive.killed or any(trace.exit_text is not None for trace in drive.traces):
+            self._pool.drop(drive.fleet)
+            return []
+        states = [(trace.done or {}).get("groups") for trace in drive.traces]
+        if not all(states) or not same_counts([state for state in states if state]):
+            self._unclean.add(size)
+        return self._pool.retire(drive.fleet) if self._settings.fresh else []
+
+    def _reference(self, item: pytest.Item, case: Case, limit: float) -> Reference:
+        if case.case in self._references:
+            self._references.move_to_end(case.case)
+            return self._references[case.case]
+
+        def make_run(**paths: Any) -> Run:
+            return Run(
+                nodeid=item.nodeid,
+                file=str(item.path),
+                # It runs several times in a row; fixtures of higher scope end when another
+                # item needs others.
+                next_nodeid=item.nodeid,
+                topology="single",
+                dtype=self._settings.dtype,
+                seed=self._settings.seed,
+                megatron=case.options.megatron,
+                new_groups=False,
+                **paths,
+            )
+
+        reference = make_reference(self._pool, make_run, limit=limit, name=item.name)
+        if self._settings.fresh:
+            self._pool.end_references()
+        self._references[case.case] = reference
+        while len(self._references) > _REFERENCES_KEPT:
+            _, oldest = self._references.popitem(last=False)
+            _remove(oldest)
+        return reference
+
+    def _done_with(self, case: str) -> None:
+        """Free a reference after its last topology."""
+        self._left[case] -= 1
+        if self._left[case] <= 0 and case in self._references:
+            _remove(self._references.pop(case))
+
+    def _next(self, item: pytest.Item, size: int, nextitem: pytest.Item | None) -> str | None:
+        """The item that ranks of this size run next, so that higher-scoped fixtures end in time."""
+
+        def same_size(other: pytest.Item) -> bool:
+            topology = self._cell(other).topology
+            return topology is not None and topology.world_size == size
+
+        return self._following(item, nextitem, same_size)
+
+    def _following(
+        self,
+        item: pytest.Item,
+        nextitem: pytest.Item | None,
+        wanted: Callable[[pytest.Item], bool],
+    ) -> str | None:
+        if nextitem is None:
+            return None
+        start = self._at.get(nextitem.nodeid, self._at[item.nodeid] + 1)
+        for other in self._order[start:]:
+            if wanted(other):
+                return other.nodeid
+        return None
+
+    @staticmethod
+    def _cell(item: pytest.Item) -> Cell:
+        cell = cell_of(item)
+        if cell is None:
+            raise RuntimeError(f"{item.nodeid} is no parity case")
+        return cell
+
+    # Reports ----------------------------------------------------------------------------------
+
+    def _bad(self, item: pytest.Item, case: Case, outcome: str, text: str) -> pytest.TestReport:
+        """A failure of the cell that no rank reported."""
+        topology = case.cell.label
+        footer = reproduce_line(item, self._settings, topology)
+        report = simple_report(
+            item,
+            when="setup",
+            outcome="failed",
+            longrepr=f"{outcome}: {text}\n\nreproduce: {footer}",
+        )
+        self._attach(item, [report], case, Ending(outcome), None, None, footer)
+        return report
+
+    def _skipped(self, item: pytest.Item, case: Case, reason: str) -> pytest.TestReport:
+        report = skip_report(item, reason)
+        self._attach(item, [report], case, Ending("skipped"), None, None, "")
+        return report
+
+    def _attach(
+        self,
+        item: pytest.Item,
+        reports: list[pytest.TestReport],
+        case: Case,
+        ending: Ending,
+        drive: Drive | None,
+        reference: Reference | None,
+        footer: str,
+    ) -> None:
+        """Put the machine-readable result on the report that decides the cell."""
+        del item
+        decisive = next((r for r in reports if r.outcome == "failed"), None)
+        decisive = decisive or next((r for r in reports if r.when == "call"), reports[0])
+        outcome = ending.outcome
+        if outcome in ("passed", "skipped") and decisive.outcome == "failed":
+            outcome = "raised"
+        if hasattr(decisive, "wasxfail"):
+            outcome = "xpassed" if decisive.outcome == "passed" else "xfailed"
+        result: dict[str, Any] = {
+            "case": case.case,
+            "topology": case.cell.label,
+            "outcome": outcome,
+            "seconds": round(drive.seconds, 4) if drive else 0.0,
+            "observations": [_public(verdict) for verdict in (drive and drive.verdicts) or []],
+        }
+        if reference is not None:
+            result["reference_seconds"] = round(reference.seconds, 4)
+            if reference.fallen:
+                result["lower_precision"] = reference.fallen
+        if outcome == "skipped" and isinstance(decisive.longrepr, tuple):
+            result["reason"] = decisive.longrepr[2].removeprefix("Skipped: ")
+        if outcome not in ("passed", "skipped"):
+            result.update(
+                root=ending.root,
+                ranks=ending.ranks,
+                message=decisive.longreprtext,
+                reproduce=footer,
+            )
+        setattr(decisive, PAYLOAD, result)
+
+    # The end ----------------------------------------------------------------------------------
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """Tear down what ranks still hold; what fails there is an error of the last cell."""
+        errors = self._pool.close(gently=True)
+        if errors and self._last is not None:
+            report = _late_teardown(self._last, errors)
+            self._last.ihook.pytest_runtest_logreport(report=report)
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Ctrl-C: end the ranks at once; nobody waits for their fixtures."""
+        self._pool.close(gently=False)
+
+    def pytest_unconfigure(self) -> None:
+        """Nothing survives, however the session ended."""
+        self._pool.close(gently=False)
+
+
+_OBSERVES_NOTHING = (
+    "the case observed nothing, so nothing was compared; call rank.observe(name, value) or "
+    "rank.observe_gradients(...) on the reference and on every rank"
+)
+
+
+def _late_teardown(item: pytest.Item, errors: list[str]) -> pytest.TestReport:
+    text = "fixtures of higher scope failed as the ranks ended\n" + "\n".join(errors)
+    return simple_report(item, when="teardown", outcome="failed", longrepr=text)
+
+
+def _public(verdict: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a verdict that run.jsonl documents."""
+    keys = ("name", "kind", "numel", "ratio", "row_ratio", "gate", "floor", "norm", "outcome")
+    return {key: verdict.get(key) for key in keys}
+
+
+def _remove(reference: Reference) -> None:
+    for path in (reference.directory, reference.case_dir):
+        shutil.rmtree(Path(path), ignore_errors=True)

@@ -1,0 +1,172 @@
+"""The reference of a case and its noise floor: made once, used by every topology."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardproof.controller.drive import Drive, drive_all, run_to_end
+from shardproof.controller.fleets import FleetPool, StartError
+from shardproof.controller.outcome import ending_of
+from shardproof.controller.reports import failing_text
+from shardproof.controller.traces import skip_reason
+from shardproof.fleet import Exited, Fleet, Message
+from shardproof.rank.work import Run
+from shardproof.verdict import reference_needs
+
+
+@dataclass
+class Reference:
+    """What came of a case's reference: files, or why there are none.
+
+    ``problem`` is (outcome, text); ``skip`` a reason to skip every topology. ``fallen`` are the
+    places where a float64 reference fell to a lower precision.
+    """
+
+    directory: Path
+    case_dir: Path
+    problem: tuple[str, str] | None = None
+    skip: str | None = None
+    fallen: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def make_reference(
+    pool: FleetPool, make_run: Callable[..., Run], *, limit: float, name: str
+) -> Reference:
+    """Run the reference, repeat it, run it under noise, and have the floors computed.
+
+    ``make_run(role=..., noise=..., tmp_path=..., store=..., reference_dir=..., cell_dir=...,
+    case_dir=...)`` makes one run of the item.
+    """
+    reference = Reference(pool.directory(f"reference-{name}"), pool.directory(f"case-{name}"))
+
+    def start(label: str, role: str, noise: int) -> Drive:
+        cell_dir = pool.directory(f"{role}-{noise}")
+        run = make_run(
+            role=role,
+            noise=noise,
+            tmp_path=str(pool.tmp_path(f"{name}-{role}")),
+            store=str(cell_dir / "store"),
+            reference_dir=str(reference.directory),
+            cell_dir=str(cell_dir),
+            case_dir=str(reference.case_dir),
+        )
+        return Drive(pool.get(label, 1), run, limit=limit, reproduce="")
+
+    labels = [f"reference{number}" for number in range(_width())]
+    try:
+        first = run_to_end(start(labels[0], "reference", 0))
+        _account(pool, reference, first)
+        if reference.problem is None and reference.skip is None:
+            _floors(pool, reference, start, labels)
+    except StartError as error:
+        reference.problem = ("not started", str(error))
+    return reference
+
+
+def _floors(
+    pool: FleetPool, reference: Reference, start: Callable[..., Drive], labels: list[str]
+) -> None:
+    """Repeat the reference, run it under noise, and compute what errors are measured in."""
+    wanted = reference_needs(reference.directory)
+    _run_all(pool, reference, start, labels, [("repeat", 0), *_noise(0, wanted)])
+    while reference.problem is None:
+        answer = _ask(
+            pool.get(labels[0], 1),
+            {"do": "finish_reference", "dir": str(reference.directory), "noise_runs": wanted},
+        )
+        if "error" in answer:
+            reference.problem = ("reference failed", str(answer["error"]))
+            return
+        summary = answer["summary"]
+        if summary["outcome"] != "passed":
+            reference.problem = _what_failed(summary["failures"])
+            return
+        if summary["wanted"] <= wanted:
+            return
+        # The first runs moved a tensor along nearly one line, so it scatters as a scalar does.
+        _run_all(pool, reference, start, labels, _noise(wanted, summary["wanted"]))
+        wanted = summary["wanted"]
+
+
+def _noise(first: int, end: int) -> list[tuple[str, int]]:
+    return [("noise", number) for number in range(first, end)]
+
+
+def _run_all(
+    pool: FleetPool,
+    reference: Reference,
+    start: Callable[..., Drive],
+    labels: list[str],
+    jobs: list[tuple[str, int]],
+) -> None:
+    free = list(labels)
+
+    def begin(role: str, number: int) -> Callable[[], Drive]:
+        return lambda: start(free.pop(0), role, number)
+
+    def ended(drive: Drive) -> None:
+        free.append(drive.fleet.label)
+        _account(pool, reference, drive)
+
+    drive_all([begin(role, number) for role, number in jobs], width=len(labels), ended=ended)
+
+
+def _what_failed(failures: list[dict[str, str]]) -> tuple[str, str]:
+    """Outcome and text: bad input of the case is told apart from a reference that misbehaves."""
+    reasons = {failure["reason"] for failure in failures}
+    outcome = "invalid" if reasons <= {"invalid", "nothing observed"} else "reference failed"
+    return outcome, "\n".join(failure["message"] for failure in failures)
+
+
+def _account(pool: FleetPool, reference: Reference, drive: Drive) -> None:
+    """Take over what one run of the reference said; the first problem is kept."""
+    reference.seconds += drive.seconds
+    ending = ending_of(drive)
+    trace = drive.traces[0]
+    if drive.killed or trace.exit_text is not None:
+        pool.drop(drive.fleet)
+    what = {
+        "reference": "the reference run",
+        "repeat": "the second run of the reference",
+        "noise": f"noise run {drive.run.noise} of the reference",
+    }[drive.run.role]
+    if reference.problem is not None:
+        return
+    if ending.outcome == "skipped":
+        report = trace.skipped_body
+        reference.skip = skip_reason(report) if report is not None else "skipped"
+        return
+    if ending.outcome != "passed":
+        outcome = ending.outcome if ending.outcome == "not started" else "reference failed"
+        text = ending.headline if outcome == "not started" else failing_text(trace)
+        reference.problem = (outcome, f"{what} did not end well ({ending.outcome})\n{text}")
+        return
+    teardown = trace.reports.get("teardown")
+    if teardown is not None and teardown["outcome"] == "failed":
+        reference.problem = ("reference failed", f"{what}: teardown failed\n{failing_text(trace)}")
+    if trace.done is not None:
+        for fall in trace.done.get("fallen", []):
+            if fall not in reference.fallen:
+                reference.fallen.append(fall)
+
+
+def _ask(fleet: Fleet, message: dict[str, Any]) -> dict[str, Any]:
+    fleet.send(0, message)
+    while True:
+        for event in fleet.poll(None):
+            match event:
+                case Message() if event.payload.get("type") == "finished":
+                    return event.payload
+                case Exited():
+                    return {"error": f"the reference process ended: {json.dumps(str(event))}"}
+
+
+def _width() -> int:
+    """How many reference processes run side by side: one a free core, at most four."""
+    return max(1, min(len(os.sched_getaffinity(0)), 4))

@@ -1,0 +1,189 @@
+"""Command line options, ini settings and their checks, all made before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.topology import Axis, Topology, TopologyError, declare_axes, parse_topology
+
+DTYPES = ("float64", "float32", "bfloat16")
+DEFAULT_TOPOLOGIES = ("cp2", "cp4", "dp2xcp2", "tp2xcp2")
+DEFAULT_TIMEOUT = 120.0
+DEFAULT_MAX_RANKS = 16
+DEFAULT_REPORT = "reports/latest"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What this run was asked for, checked.
+
+    ``timeout`` is in seconds per case and topology. ``forced`` are the topologies of
+    ``--topology``, empty when each case's own are used.
+    """
+
+    axes: tuple[Axis, ...]
+    forced: tuple[Topology, ...]
+    defaults: tuple[str, ...]
+    dtype: str
+    seed: int
+    timeout: float
+    fresh: bool
+    keep_groups: bool
+    max_ranks: int
+    preload: tuple[str, ...]
+    report: Path
+
+
+SETTINGS = pytest.StashKey[Settings]()
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Register every option and ini setting of the plugin."""
+    group = parser.getgroup("shardproof", "parity under sharding")
+    group.addoption(
+        "--topology",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run parity cases on exactly this topology (cp2, dp2xcp2, ...), declared or not; "
+        "repeatable",
+    )
+    group.addoption(
+        "--parity-dtype",
+        choices=DTYPES,
+        default="float64",
+        help="floating dtype of reference and ranks (default: float64)",
+    )
+    group.addoption(
+        "--parity-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of every generator and noise run (default: 0)",
+    )
+    group.addoption(
+        "--parity-timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT,
+        metavar="SECONDS",
+        help="limit for one case on one topology (default: 120)",
+    )
+    group.addoption(
+        "--parity-fresh",
+        action="store_true",
+        help="fork new ranks for every case instead of reusing warm ones",
+    )
+    group.addoption(
+        "--parity-report",
+        default=DEFAULT_REPORT,
+        metavar="DIR",
+        help=f"where run.jsonl is written, relative to the rootdir (default: {DEFAULT_REPORT})",
+    )
+    parser.addini(
+        "shardproof_preload",
+        "modules that the fork server imports once for all ranks (never test modules)",
+        type="args",
+        default=[],
+    )
+    parser.addini(
+        "shardproof_axes",
+        "axes beyond tp, cp, dp and pp, as NAME:data or NAME:model",
+        type="args",
+        default=[],
+    )
+    parser.addini(
+        "shardproof_topologies",
+        "topologies of a parity marker that names none",
+        type="args",
+        default=list(DEFAULT_TOPOLOGIES),
+    )
+    parser.addini(
+        "shardproof_max_ranks",
+        "most ranks that one topology may use",
+        default=str(DEFAULT_MAX_RANKS),
+    )
+    parser.addini(
+        "shardproof_groups",
+        "process groups of warm ranks: 'keep' them while provably clean, or 'new' for every case",
+        default="keep",
+    )
+
+
+def read_settings(config: pytest.Config) -> Settings:
+    """Settings from the command line and the ini.
+
+    Raises:
+        pytest.UsageError: a value that can't be used; the text names the option, what was
+            expected and what came.
+    """
+    try:
+        axes = declare_axes(config.getini("shardproof_axes"))
+    except TopologyError as error:
+        raise pytest.UsageError(f"shardproof_axes: {error}") from error
+    max_ranks = _positive_int("shardproof_max_ranks", config.getini("shardproof_max_ranks"))
+    groups = config.getini("shardproof_groups")
+    if groups not in ("keep", "new"):
+        raise pytest.UsageError(f"shardproof_groups: expected 'keep' or 'new', got {groups!r}")
+    timeout: float = config.getoption("--parity-timeout")
+    if not (math.isfinite(timeout) and timeout > 0):
+        raise pytest.UsageError(f"--parity-timeout: expected seconds above 0, got {timeout}")
+    preload = tuple(config.getini("shardproof_preload"))
+    for module in preload:
+        _check_preload(module)
+    forced = tuple(
+        _forced(text, axes, max_ranks) for text in dict.fromkeys(config.getoption("--topology"))
+    )
+    return Settings(
+        axes=axes,
+        forced=tuple(dict.fromkeys(forced)),
+        defaults=tuple(config.getini("shardproof_topologies")),
+        dtype=config.getoption("--parity-dtype"),
+        seed=config.getoption("--parity-seed"),
+        timeout=timeout,
+        fresh=config.getoption("--parity-fresh"),
+        keep_groups=groups == "keep",
+        max_ranks=max_ranks,
+        preload=preload,
+        report=config.rootpath / config.getoption("--parity-report"),
+    )
+
+
+def _forced(text: str, axes: tuple[Axis, ...], max_ranks: int) -> Topology:
+    try:
+        topology = parse_topology(text, axes)
+    except TopologyError as error:
+        raise pytest.UsageError(f"--topology: {error}") from error
+    if topology.world_size > max_ranks:
+        raise pytest.UsageError(
+            f"--topology {topology.name}: needs {topology.world_size} ranks, at most {max_ranks} "
+            "are allowed; raise shardproof_max_ranks in the ini if this machine can hold them"
+        )
+    return topology
+
+
+def _positive_int(name: str, text: Any) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise pytest.UsageError(f"{name}: expected a whole number of at least 1, got {text!r}")
+    return value
+
+
+def _check_preload(module: str) -> None:
+    """Refuse what is certainly no module; an import that raises is found by the fork server."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise pytest.UsageError(f"shardproof_preload: cannot find {module!r}: {error}") from error
+    if found is None:
+        raise pytest.UsageError(
+            f"shardproof_preload: cannot find module {module!r}; expected importable module names"
+        )

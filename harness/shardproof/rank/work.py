@@ -1,0 +1,63 @@
+"""The messages between the controller and a rank, typed at both ends.
+
+The controller sends ``run``, ``judge``, ``verdicts``, ``abandon``, ``finish_reference`` and
+``close``; a rank answers ``ready``, ``phase``, ``report``, ``sealed``, ``judged``, ``done``,
+``finished`` and ``closed``, or ``broken`` when its session can't be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+Role = Literal["reference", "repeat", "noise", "candidate"]
+
+
+@dataclass(frozen=True)
+class SessionSetup:
+    """What a rank needs to make a pytest session like the controller's."""
+
+    args: list[str]
+    directory: str
+    path: list[str]
+    files: list[str]
+    basetemp: str
+    label: str
+    workerinput: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one item on one rank.
+
+    ``next_nodeid`` is the item that this rank really runs next, None when there is none.
+    ``noise`` is the number of the noise run. Paths are directories made by the controller,
+    except ``store``, the rendezvous file of new process groups.
+    """
+
+    nodeid: str
+    file: str
+    next_nodeid: str | None
+    topology: str
+    role: Role
+    noise: int
+    reference_dir: str
+    cell_dir: str
+    case_dir: str
+    tmp_path: str
+    store: str
+    dtype: str
+    seed: int
+    megatron: bool
+    new_groups: bool
+
+
+def to_message(kind: str, value: Run | SessionSetup) -> dict[str, Any]:
+    """A JSON-able message that carries a dataclass."""
+    return {"do": kind, **asdict(value)}
+
+
+def run_from(message: Mapping[str, Any]) -> Run:
+    """The :class:`Run` in a message."""
+    return Run(**{field.name: message[field.name] for field in fields(Run)})

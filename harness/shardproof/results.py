@@ -1,0 +1,203 @@
+"""What a run leaves behind: run.jsonl, and the table at the end of the terminal's output."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from shardproof.cells import PAYLOAD
+from shardproof.options import Settings
+
+SCHEMA = 1
+FILE_NAME = "run.jsonl"
+_DISTRIBUTIONS = ("shardproof", "torch", "pytest", "megatron-core", "transformers")
+
+
+class Results:
+    """Collects the results of all cells, in the process that owns the terminal.
+
+    The file is begun with the first cell and holds each cell as soon as it is known, so a run that
+    is killed leaves what it had.
+    """
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self._config = config
+        self._settings = settings
+        self._file: IO[str] | None = None
+        self.cells: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take over the result that a report carries."""
+        result = getattr(report, PAYLOAD, None)
+        if isinstance(result, dict):
+            self.cells.append(result)
+            self._write(result)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """The table of cases and topologies."""
+        if not self.cells:
+            return
+        terminalreporter.section("shardproof")
+        for line in table(self.cells):
+            terminalreporter.write_line(line)
+        falls = lower_precision(self.cells)
+        if falls:
+            terminalreporter.write_line("")
+            for line in falls:
+                terminalreporter.write_line(line)
+        path = self._settings.report / FILE_NAME
+        root = self._config.invocation_params.dir
+        shown = path.relative_to(root) if path.is_relative_to(root) else path
+        terminalreporter.write_line("")
+        terminalreporter.write_line(f"results: {shown}")
+
+    def pytest_unconfigure(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, result: dict[str, Any]) -> None:
+        if self._file is None:
+            path = self._settings.report / FILE_NAME
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("w", encoding="utf-8")
+            except OSError as error:
+                raise pytest.UsageError(
+                    f"--parity-report {self._settings.report}: cannot write {FILE_NAME}: {error}"
+                ) from error
+            self._line(self._header())
+        self._line(result)
+
+    def _line(self, value: dict[str, Any]) -> None:
+        if self._file is not None:
+            json.dump(value, self._file, allow_nan=False)
+            self._file.write("\n")
+            self._file.flush()
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": shlex.join(["pytest", *map(str, self._config.invocation_params.args)]),
+            "versions": {"python": platform.python_version(), **_versions()},
+            "commit": _commit(self._config.rootpath),
+            "device": "cpu",
+            "backend": "gloo",
+            "dtype": self._settings.dtype,
+            "seed": self._settings.seed,
+            "platform": f"{sys.platform} {platform.machine()}",
+        }
+
+
+def table(cells: list[dict[str, Any]]) -> list[str]:
+    """Rows of cases, columns of topologies; each cell shows its worst ratio and its seconds.
+
+    A ratio is error over noise floor; the worst is the one closest to its gate.
+    """
+    topologies = list(dict.fromkeys(cell["topology"] for cell in cells))
+    found = {(cell["case"], cell["topology"]): cell for cell in cells}
+    cases = list(dict.fromkeys(cell["case"] for cell in cells))
+    rows = [["case", *topologies]]
+    for case in cases:
+        row = [_short(case)]
+        row += [_shown(found.get((case, topology))) for topology in topologies]
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    passed = sum(cell["outcome"] == "passed" for cell in cells)
+    observations = sum(len(cell["observations"]) for cell in cells)
+    lines += ["", f"{passed} of {len(cells)} cells passed, {observations} comparisons"]
+    worst = [cell for cell in cells if cell["outcome"] == "passed"]
+    for title, scalar in (("tensors", False), ("scalars", True)):
+        ratios = [_worst(cell, scalar=scalar) for cell in worst]
+        if any(ratio is not None for ratio in ratios):
+            top = max(ratio for ratio in ratios if ratio is not None)
+            lines[-1] += f"; worst ratio of {title} {top:.2f}"
+    return lines
+
+
+def lower_precision(cells: list[dict[str, Any]]) -> list[str]:
+    """Where the float64 reference computed in a lower precision, one line for each place."""
+    places: dict[str, None] = {}
+    for cell in cells:
+        for fall in cell.get("lower_precision", []):
+            places[f"note: the reference fell to a lower precision: {describe_fall(fall)}"] = None
+    return list(places)
+
+
+def describe_fall(fall: dict[str, Any]) -> str:
+    """One place where a value lost precision, in a line."""
+    times = f" ({fall['count']} times)" if fall["count"] > 1 else ""
+    return f"{fall['op']}: {fall['source']} -> {fall['target']} at {fall['site']}{times}"
+
+
+def _shown(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "-"
+    seconds = f"{cell['seconds']:.2f}s"
+    if cell["outcome"] != "passed":
+        return f"{cell['outcome'].upper()} {seconds}" if cell["seconds"] else cell["outcome"]
+    ratio = _worst(cell)
+    return f"{ratio:.2f} {seconds}" if ratio is not None else f"exact {seconds}"
+
+
+def _worst(cell: dict[str, Any], *, scalar: bool | None = None) -> float | None:
+    """The largest ratio of a cell; of scalars or tensors (four elements up) alone if asked."""
+    worst: float | None = None
+    for observation in cell["observations"]:
+        if scalar is not None and (observation["numel"] < 4) is not scalar:
+            continue
+        for key in ("ratio", "row_ratio"):
+            value = observation[key]
+            if isinstance(value, int | float) and math.isfinite(value):
+                worst = value if worst is None else max(worst, value)
+    return worst
+
+
+def _short(case: str) -> str:
+    path, sep, name = case.partition("::")
+    return f"{Path(path).name}{sep}{name}"
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _commit(root: Path) -> str | None:
+    """The commit of the checkout, with ``-dirty`` when files differ from it."""
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

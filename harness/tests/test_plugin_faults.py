@@ -1,0 +1,239 @@
+"""Ranks that die, raise, hang or disagree: the right outcome and root in time, and a case after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PREAMBLE = """
+    import os
+    import signal
+    import time
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    def wait_for_peers(rank):
+        dist.all_reduce(torch.ones(2))
+"""
+TIMEOUT = 8.0
+
+FAULTS = {
+    "killed": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "crashed",
+        "killed by SIGKILL (9) during call",
+    ),
+    "exits": ("os._exit(3)", "crashed", "exited with code 3 during call"),
+    "raises": (
+        "raise RuntimeError('the real cause')",
+        "raised",
+        "raised in call: RuntimeError: the real cause",
+    ),
+    "sleeps": ("time.sleep(10_000)", "hung", "still in call"),
+    "skips": ("pytest.skip('only here')", "ranks disagree", "skipped in call: only here"),
+}
+
+
+@pytest.mark.parametrize("root", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_of_one_rank(pytester: pytest.Pytester, fault: str, root: int) -> None:
+    code, outcome, words = FAULTS[fault]
+    pytester.makepyfile(
+        PREAMBLE
+        + f"""
+    @pytest.mark.parity("cp2")
+    def test_fault(rank):
+        rank.observe("x", torch.ones(3))
+        if rank.is_reference:
+            return
+        print("before the fault")
+        if rank.coordinates["cp"] == {root}:
+            {code}
+        wait_for_peers(rank)
+
+    @pytest.mark.parity("cp2")
+    def test_after(rank):
+        rank.observe("x", torch.ones(3))
+        if not rank.is_reference:
+            wait_for_peers(rank)
+    """
+    )
+    result = pytester.runpytest("--parity-timeout", str(TIMEOUT))
+    result.assert_outcomes(failed=1, passed=1)
+    lines = (pytester.path / "reports/latest/run.jsonl").read_text("utf-8").splitlines()
+    cell = json.loads(lines[1])
+    assert cell["outcome"] == outcome
+    assert cell["root"] == root
+    assert words in cell["ranks"][root]
+    assert cell["seconds"] < (TIMEOUT + 2 if outcome == "hung" else 2 + 2)
+    assert f"rank {root}" in cell["message"]
+    text = result.stdout.str()
+    assert "before the fault" in text
+    assert f"reproduce: {cell['reproduce']}" in text
+    if fault not in ("killed", "exits"):
+        # The rank that waits is shown with its stack, inside the collective.
+        assert f"stack of rank {1 - root}" in text
+        assert "all_reduce" in text
+    assert json.loads(lines[2])["outcome"] == "passed"
+
+
+def test_a_rank_that_dies_in_setup_or_teardown(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        PREAMBLE
+        + """
+    @pytest.fixture
+    def dies(request, rank):
+        when = request.param
+        if not rank.is_reference and rank.coordinates["cp"] == 1 and when == "setup":
+            os._exit(4)
+        yield
+        if not rank.is_reference and rank.coordinates["cp"] == 1 and when == "teardown":
+            os._exit(5)
+
+    @pytest.mark.parity("cp2")
+    @pytest.mark.parametrize("dies", ["setup", "teardown", "never"], indirect=True)
+    def test_it(rank, dies):
+        if not rank.is_reference:
+            wait_for_peers(rank)
+        rank.observe("x", torch.ones(3))
+
+    @pytest.fixture
+    def raises_on_one(rank):
+        yield
+        if not rank.is_reference and rank.coordinates["cp"] == 1:
+            raise RuntimeError("teardown of one rank")
+
+    @pytest.mark.parity("cp2")
+    def test_teardown(rank, raises_on_one):
+        rank.observe("x", torch.ones(3))
+    """
+    )
+    result = pytester.runpytest("--parity-timeout", "20")
+    result.assert_outcomes(passed=3, errors=3)
+    text = result.stdout.str()
+    assert "exited with code 4 during setup" in text
+    assert "exited with code 5 during teardown" in text
+    assert "teardown failed on rank 1" in text
+    assert "teardown of one rank" in text
+
+
+def test_marker_timeout_and_a_loop_that_never_ends(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        PREAMBLE
+        + """
+    @pytest.mark.parity("cp2", timeout=3)
+    def test_loop(rank):
+        rank.observe("x", torch.ones(3))
+        while not rank.is_reference and rank.coordinates["cp"] == 0:
+            pass
+
+    @pytest.mark.parity("cp2", timeout=3)
+    def test_reference_hangs(rank):
+        rank.observe("x", torch.ones(3))
+        while rank.is_reference:
+            pass
+
+    @pytest.mark.parity("cp2")
+    def test_after(rank):
+        rank.observe("x", torch.ones(3))
+    """
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(passed=1, failed=1, errors=1)
+    lines = (pytester.path / "reports/latest/run.jsonl").read_text("utf-8").splitlines()
+    loop, hangs = (json.loads(line) for line in lines[1:3])
+    assert (loop["outcome"], loop["root"]) == ("hung", 0)
+    assert 3 <= loop["seconds"] < 5
+    assert "ended its body, waiting for the verdict" in loop["ranks"][1]
+    assert hangs["outcome"] == "reference failed"
+
+
+def _marked(token: str) -> list[int]:
+    """Processes whose environment holds ``token``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if token.encode() in (entry / "environ").read_bytes():
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    if state != "Z":
+                        found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL", "SIGKILL a worker"])
+def test_nothing_survives_the_session(pytester: pytest.Pytester, how: str) -> None:
+    """Ranks wait in a collective that never ends; the controller ends; within 5 s all is gone."""
+    pytester.makepyfile(
+        PREAMBLE
+        + """
+    @pytest.mark.parity("cp2")
+    @pytest.mark.parametrize("n", [0, 1])
+    def test_waits(rank, n):
+        rank.observe("x", torch.ones(3))
+        if not rank.is_reference:
+            if rank.coordinates["cp"] == 0:
+                open(f"waiting{os.environ.get('PYTEST_XDIST_WORKER', '')}", "w").close()
+                wait_for_peers(rank)
+            time.sleep(10_000)
+    """
+    )
+    token = f"parity-leftovers-{os.getpid()}-{how.replace(' ', '-')}"
+    shared = Path("/dev/shm")
+    before = {path.name for path in shared.iterdir()}
+    args = ["-n", "2", "--dist", "load"] if how.endswith("worker") else []
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args],
+        cwd=pytester.path,
+        env={**os.environ, "PARITY_TOKEN": token},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        workers = 2 if args else 1
+        _until(lambda: len(list(pytester.path.glob("waiting*"))) == workers, 90)
+        if how == "SIGINT":
+            os.kill(process.pid, signal.SIGINT)
+        elif how == "SIGKILL":
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            for pid in _children(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
+        process.wait(30)
+        _until(lambda: not _marked(token), 5)
+        _until(lambda: {path.name for path in shared.iterdir()} <= before, 5)
+    finally:
+        for pid in _marked(token):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid:
+                found.append(int(entry.name))
+    return found
+
+
+def _until(condition: object, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.05)
