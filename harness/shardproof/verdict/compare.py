@@ -1,0 +1,244 @@
+"""Comparing a rank's numbers with their part of the reference, block by block.
+
+Everything is computed in float64 on the device where the numbers live; no temporary is larger than
+a block, whatever the size of the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import BLOCK, blocks
+from .fingerprint import Fingerprint, widen
+from .records import Sample, Stats
+
+HUGE = 2.0**60
+"""From here on a number counts as infinite (with its sign): it stands for a mask, and one such
+number in an L2 norm would hide every other. Squares of what is left cannot overflow."""
+
+MOST_ROWS = 64
+"""How many failing rows are kept by position."""
+
+SHOWN = 4
+"""How many numbers of the worst row are shown."""
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What errors are measured in: a floor for each row of the whole value.
+
+    ``row_floors``: float64 by source position, or None where all rows share ``row_floor``.
+    ``least``: an absolute floor for rows, far below any rounding of the whole: a row of zeros must
+    not fail over a number that no arithmetic of this precision can see.
+    """
+
+    unit: float
+    row_gate: float
+    row_floor: float
+    least: float
+    row_floors: torch.Tensor | None = None
+
+    def rows(self, positions: torch.Tensor, reference_sq: torch.Tensor) -> torch.Tensor:
+        """Denominators of rows at ``positions`` whose squared reference norms are given."""
+        own = (
+            torch.full_like(reference_sq, self.row_floor)
+            if self.row_floors is None
+            else self.row_floors[positions.cpu()].to(reference_sq.device)
+        )
+        return torch.maximum(own, self.unit * reference_sq.sqrt()).clamp_min(self.least)
+
+    def ratios(
+        self, positions: torch.Tensor, error_sq: torch.Tensor, reference_sq: torch.Tensor
+    ) -> torch.Tensor:
+        """Errors of rows over their floors; no error scores 0, also over a floor of 0."""
+        errors = error_sq.sqrt()
+        return torch.where(errors == 0, 0.0, errors / self.rows(positions, reference_sq))
+
+
+@dataclass
+class Part:
+    """A rank's part of the reference.
+
+    ``reference`` has all rows of the whole, with the other dimensions cut as the rank's value is (a
+    view). The rank's row i is row ``first`` + i of it, or row ``positions[i]``.
+    """
+
+    reference: torch.Tensor
+    first: int = 0
+    positions: torch.Tensor | None = None
+
+    def rows(self, rows: slice) -> torch.Tensor:
+        """Source positions of some of the rank's rows."""
+        if self.positions is None:
+            return torch.arange(rows.start, rows.stop) + self.first
+        return self.positions[rows]
+
+    def block(self, index: tuple[slice, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The reference numbers of a block of the rank's value, and its rows' positions."""
+        if not index:
+            return self.reference, torch.zeros(1, dtype=torch.int64)
+        chosen = self.rows(index[0])
+        if self.positions is None:
+            rows = slice(index[0].start + self.first, index[0].stop + self.first)
+            return self.reference[(rows, *index[1:])], chosen
+        return self.reference[(slice(None), *index[1:])][chosen], chosen
+
+
+def ratio_of(error: float, floor: float) -> float:
+    """``error / floor``, where no error scores 0 and any error over no floor is infinite."""
+    if error == 0.0:
+        return 0.0
+    return math.inf if floor == 0.0 else error / floor
+
+
+def add(parts: Sequence[torch.Tensor], index: tuple[slice, ...]) -> torch.Tensor:
+    """A block of the sum of ``parts``, as float64 or int64."""
+    total = widen(parts[0][index])
+    for part in parts[1:]:
+        total = total + widen(part[index])
+    return total
+
+
+class Comparer:
+    """One comparison: walks the blocks and gathers what the verdict needs.
+
+    ``parts`` are summed and multiplied by ``scale``. ``row_errors``: squared errors of the rank's
+    rows where ``keep_rows`` asked for them (rows that are cut over ranks are judged by the owner,
+    who adds them up), else None; a row with a number that no norm can take has an infinite error.
+    ``worst`` and ``failing``: the rank's rows, by its own count. ``digest`` takes the fingerprint.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        part: Part,
+        yardstick: Yardstick,
+        *,
+        exact: bool,
+        keep_rows: bool = False,
+        scale: float = 1.0,
+        digest: Fingerprint | None = None,
+    ) -> None:
+        self._parts = parts
+        self._scale = scale
+        self._digest = digest
+        self.worst = -1
+        self.failing: list[int] = []
+        self._part = part
+        self._yardstick = yardstick
+        self._exact = exact
+        self._shape = parts[0].shape
+        rows = self._shape[0] if self._shape else 1
+        # Where a block holds whole rows they are judged at once, and nothing grows with their
+        # number; rows longer than a block are few.
+        self._whole = math.prod(self._shape[1:]) <= BLOCK
+        self._keep = keep_rows
+        kept = rows if keep_rows or not self._whole else 0
+        self._errors = torch.zeros(kept, dtype=torch.float64)
+        self._references = torch.zeros(kept, dtype=torch.float64)
+        self.stats = Stats(rows_cut=keep_rows)
+        self.row_errors = self._errors if keep_rows else None
+
+    def run(self, *, until_failure: bool = False) -> Stats:
+        """Compare everything, or up to the first block with a row over its gate."""
+        for index in blocks(self._shape):
+            self._block(index)
+            if until_failure and self.stats.failing:
+                return self.stats
+        if self._errors.numel():
+            self._judge(slice(0, self._errors.numel()), self._errors, self._references)
+        return self.stats
+
+    def _block(self, index: tuple[slice, ...]) -> None:
+        stats = self.stats
+        actual = add(self._parts, index)
+        if self._digest is not None:
+            self._digest.update(actual)
+        expected = widen(self._part.block(index)[0].to(actual.device))
+        if self._exact:
+            bad = actual != expected
+            stats.unequal += int(bad.sum())
+        else:
+            bad = torch.zeros_like(actual, dtype=torch.bool)
+        actual, expected = actual.to(torch.float64) * self._scale, expected.to(torch.float64)
+        wild = masks(actual) | masks(expected)
+        if bool(wild.any()):
+            absent = actual.isnan()
+            alike = masks(actual) & masks(expected) & (actual.sign() == expected.sign())
+            stats.nan += int(absent.sum())
+            stats.infinite += int((wild & ~alike & ~absent).sum())
+            bad |= wild & ~alike
+            actual, expected = actual.masked_fill(wild, 0.0), expected.masked_fill(wild, 0.0)
+        error_sq = (actual - expected).square()
+        stats.dot += float((actual * expected).sum())
+        stats.candidate_sq += float(actual.square().sum())
+        stats.reference_sq += float(expected.square().sum())
+        stats.error_sq += float(error_sq.sum())
+        rows = index[0] if index else slice(0, 1)
+        flat = (rows.stop - rows.start, -1)
+        errors = error_sq.masked_fill(bad, math.inf).reshape(flat).sum(1).cpu()
+        references = expected.square().reshape(flat).sum(1).cpu()
+        if self._errors.numel():
+            self._errors[rows] += errors
+            self._references[rows] += references
+        if self._whole and not self._keep:
+            self._judge(rows, errors, references)
+
+    def _judge(self, rows: slice, errors: torch.Tensor, references: torch.Tensor) -> None:
+        stats, positions = self.stats, self._part.rows(rows)
+        ratios = self._yardstick.ratios(positions, errors, references)
+        worst = int(ratios.argmax())
+        if stats.worst_row < 0 or float(ratios[worst]) > stats.row_ratio:
+            stats.row_ratio = float(ratios[worst])
+            stats.worst_row = int(positions[worst])
+            self.worst = rows.start + worst
+        failing = (ratios > self._yardstick.row_gate).nonzero().flatten()
+        stats.failing += failing.numel()
+        room = MOST_ROWS - len(stats.failing_rows)
+        stats.failing_rows += positions[failing[:room]].tolist()
+        self.failing += (failing[:room] + rows.start).tolist()
+
+
+def masks(block: torch.Tensor) -> torch.Tensor:
+    """Where a block holds what no norm can take: NaN, infinities, numbers that stand for them."""
+    return ~(block.abs() < HUGE)
+
+
+def sample_at(
+    parts: Sequence[torch.Tensor], part: Part, row: int, *, dtype: torch.dtype
+) -> Sample | None:
+    """The numbers around the worst element of row ``row`` of the rank's value."""
+    shape = parts[0].shape
+    if parts[0].numel() == 0:
+        return None
+    best: tuple[float, int, torch.Tensor, torch.Tensor] | None = None
+    column = 0
+    index_of_row = (slice(row, row + 1),) if shape else ()
+    for rest in blocks(shape[1:]) if shape else iter([()]):
+        index = (*index_of_row, *rest)
+        actual = add(parts, index).reshape(-1).cpu()
+        expected = widen(part.block(index)[0]).reshape(-1).cpu()
+        gap = (actual.to(torch.float64) - expected.to(torch.float64)).abs()
+        gap = gap.masked_fill(gap.isnan() & (actual != expected), math.inf).nan_to_num(
+            0.0, math.inf
+        )
+        at = int(gap.argmax())
+        if best is None or float(gap[at]) > best[0]:
+            best = (float(gap[at]), column + at, expected[at : at + SHOWN], actual[at : at + SHOWN])
+        column += actual.numel()
+    if best is None:
+        return None
+    source = int(part.block(index_of_row)[1][0]) if shape else 0
+    return Sample(source, best[1], show(best[2], dtype), show(best[3], dtype))
+
+
+def show(numbers: torch.Tensor, dtype: torch.dtype) -> list[str]:
+    """Numbers as text, with as many digits as tell two neighbours apart in ``dtype``."""
+    if not numbers.is_floating_point():
+        return [str(number) for number in numbers.tolist()]
+    digits = {8: 17, 4: 9}.get(dtype.to_real().itemsize, 5)
+    return [f"{number:.{digits}g}" for number in numbers.tolist()]
