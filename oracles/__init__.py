@@ -1,0 +1,1 @@
+"""References on one device, from code that is not ours: transformers, and formulas."""

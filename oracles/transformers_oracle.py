@@ -1,0 +1,137 @@
+"""transformers' Qwen3ForCausalLM on one device, as a trainer.
+
+Every document runs alone: no packing, no sharing, no parallelism, and none of our code between its
+tokens and its hidden states. In a float64 run it is float64 throughout (see precise.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from oracles.precise import keep_float64
+from subjects.protocol import Placement, RankContext, ReduceOp, Value
+from subjects.types import (
+    IGNORED,
+    ForwardInput,
+    ForwardOutput,
+    TopK,
+    check_request,
+    logprob_dtype,
+)
+
+
+class TransformersTrainer:
+    """The reference that a trainer of the same checkpoint is judged by."""
+
+    def __init__(self, checkpoint_dir: str | Path, rank: RankContext) -> None:
+        self.device, self.dtype = rank.device, rank.dtype
+        # Eager attention, so that no kernel is chosen by what the machine happens to offer.
+        self.model = Qwen3ForCausalLM.from_pretrained(
+            str(checkpoint_dir),
+            dtype=self.dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+        ).to(self.device)
+        if self.dtype == torch.float64:
+            keep_float64(self.model)
+        self.custom: dict[str, torch.nn.Parameter] = {}
+
+    def forward(self, request: ForwardInput) -> ForwardOutput:
+        """Run each document alone and lay the results end to end.
+
+        Raises:
+            ValueError: as for any trainer, what the request can't mean; and any slot.
+        """
+        check_request(request, vocabulary=self.model.config.vocab_size)
+        if request.slot is not None:
+            raise ValueError(f"slot is {request.slot!r}; the oracle has no slots: leave it None")
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not request.no_grad):
+            states = torch.cat([self._hidden(document) for document in request.documents()])
+            targets = request.targets()
+            if targets is None and request.top_k is None and not request.logits:
+                return ForwardOutput(hidden_states=states if request.hidden_states else None)
+            logits = self.model.lm_head(states)
+            logprobs = logits.to(logprob_dtype(self.dtype)).log_softmax(dim=-1)
+            return ForwardOutput(
+                hidden_states=states if request.hidden_states else None,
+                logits=logits if request.logits else None,
+                target_logprobs=None
+                if targets is None
+                else pick_targets(logprobs, targets.to(self.device)),
+                top_k=None if request.top_k is None else pick_top(logprobs, request.top_k),
+            )
+
+    def parameter(self, name: str, factory: Callable[[], Tensor]) -> torch.nn.Parameter:
+        """Register a parameter of the caller's own.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        if name in self.custom or name in dict(self.model.named_parameters()):
+            raise ValueError(f"parameter {name!r}: the name is taken; give each its own")
+        value = factory().detach().to(device=self.device, dtype=self.dtype, copy=True)
+        self.custom[name] = torch.nn.Parameter(value)
+        return self.custom[name]
+
+    def freeze(self, part: Literal["decoder", "head"]) -> None:
+        """Take no gradients of the decoder (with tied embeddings, of all) or of the head.
+
+        Raises:
+            ValueError: an unknown part.
+        """
+        if part not in ("decoder", "head"):
+            raise ValueError(f"freeze: got {part!r}; expected 'decoder' or 'head'")
+        for name, parameter in self.model.named_parameters():
+            if name.startswith("lm_head.") == (part == "head"):
+                parameter.requires_grad_(False)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor | None, Placement]]:
+        """The gradients, whole."""
+        for name, parameter in (*self.model.named_parameters(), *self.custom.items()):
+            yield name, parameter.grad, {}
+
+    def zero_gradients(self) -> None:
+        """Forget all gradients."""
+        for parameter in (*self.model.parameters(), *self.custom.values()):
+            parameter.grad = None
+
+    def dp_reduce(self, value: Value, op: ReduceOp = "sum") -> Value:
+        """The value, whatever ``op``: one device has every batch.
+
+        Raises:
+            ValueError: an unknown operation.
+        """
+        if op not in ("sum", "max", "min"):
+            raise ValueError(f"dp_reduce: op is {op!r}; expected sum, max or min")
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    def close(self) -> None:
+        """Nothing to take down."""
+
+    def _hidden(self, document: Tensor) -> Tensor:
+        out = self.model.model(input_ids=document[None].to(self.device), use_cache=False)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+
+def pick_targets(logprobs: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities [T, V] at targets [T, ...]; exactly 0 where the target is -100."""
+    flat = targets.reshape(len(targets), -1)
+    picked = logprobs.gather(1, flat.clamp(min=0))
+    return torch.where(flat == IGNORED, torch.zeros_like(picked), picked).view(targets.shape)
+
+
+def pick_top(logprobs: Tensor, k: int) -> TopK:
+    """The k largest of each row of [T, V]; of equal ones the lower id first."""
+    rows = []
+    for row in logprobs.detach():
+        candidates = torch.nonzero(row >= row.topk(k).values[-1]).flatten().tolist()
+        rows.append(sorted(candidates, key=lambda token: (-float(row[token]), token))[:k])
+    tokens = torch.tensor(rows, dtype=torch.int64, device=logprobs.device)
+    return TopK(logprobs.gather(1, tokens), tokens)

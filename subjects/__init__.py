@@ -1,0 +1,1 @@
+"""Systems under test, each in a package of its own, and the contract that they share."""

@@ -1,0 +1,43 @@
+"""The few collectives that the trainer calls itself, each named by what it does.
+
+A group of one rank calls nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def all_reduce(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
+    """Reduce ``value`` in place over ``group`` and return it."""
+    if group.size() > 1:
+        dist.all_reduce(value, op=_OPS[op], group=group)
+    return value
+
+
+def all_gather_rows(value: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
+    """The rows of all ranks, [sum(sizes), ...], in rank order; ``sizes[r]`` is what rank r has.
+
+    Shards are padded to the longest, since Gloo gathers equal sizes only.
+    """
+    if group.size() == 1:
+        return value
+    longest = max(sizes)
+    mine = value.new_zeros((longest, *value.shape[1:]))
+    mine[: len(value)] = value
+    everyone = value.new_empty((group.size() * longest, *value.shape[1:]))
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    return torch.cat([everyone[at * longest :][:size] for at, size in enumerate(sizes)])
+
+
+def broadcast_first(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Overwrite ``value`` in place with that of the group's first rank and return it."""
+    if group.size() > 1:
+        dist.broadcast(value, group=group, group_src=0)
+    return value
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

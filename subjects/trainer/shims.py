@@ -1,0 +1,103 @@
+"""What megatron-core needs to run where it was not meant to: on a CPU, without its launcher.
+
+Megatron allocates the buffers of sequence parallelism on ``torch.cuda.current_device()`` and has no
+public switch for it. Only its own modules' view of ``torch`` is changed, never torch itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as megatron_random
+
+from subjects.protocol import RankContext
+
+_MODULES = (
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.tensor_parallel.mappings",
+    "megatron.core.utils",
+)
+
+
+class _Cuda(ModuleType):
+    """torch.cuda, with the CPU as the current device."""
+
+    @staticmethod
+    def current_device() -> torch.device:
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Torch(ModuleType):
+    """torch, with ``torch.cuda`` as above."""
+
+    cuda = _Cuda("torch.cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_ON_CPU = _Torch("torch")
+
+
+def place_buffers(device: torch.device) -> None:
+    """Let Megatron allocate its communication buffers on ``device``.
+
+    Holds until the next call, for backward passes too, which run after the trainer has returned.
+    """
+    view = _ON_CPU if device.type == "cpu" else torch
+    for name in _MODULES:
+        module = importlib.import_module(name)
+        # A version that has moved its buffers elsewhere needs nothing here.
+        if hasattr(module, "torch"):
+            module.torch = view  # type: ignore[attr-defined]
+
+
+def quiet_rng() -> None:
+    """Replace Megatron's CUDA random streams, which a CPU lacks, by the one that does nothing.
+
+    Nothing is drawn from them: dropout is 0 and weights come from a checkpoint.
+    """
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def ensure_parallel_state(rank: RankContext) -> bool:
+    """Make Megatron's parallel state for the topology of ``rank``, unless it is there already.
+
+    Returns True where this call made it, so that its caller can take it down again. The order of
+    ranks is tp fastest, then cp, then dp.
+
+    Raises:
+        ValueError: it is there, for another topology.
+    """
+    expected = {axis: rank.group(axis).size() for axis in ("tp", "cp", "dp")}
+    made = not parallel_state.model_parallel_is_initialized()
+    if made:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=expected["tp"],
+            context_parallel_size=expected["cp"],
+            order="tp-cp-ep-dp-pp",
+            create_gloo_process_groups=False,
+        )
+    found = {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+    }
+    if found != expected:
+        raise ValueError(
+            f"megatron-core's parallel state is for {found}, this rank's groups are {expected}; "
+            "destroy the state of the last topology before a trainer is built on this one"
+        )
+    return made
+
+
+def destroy_parallel_state() -> None:
+    """Take Megatron's parallel state down, with the process groups that it made."""
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,180 @@
+"""What a trainer is asked and what it answers.
+
+Sizes in the shapes below: T source positions (all documents of one forward, flattened in order),
+H hidden size, V vocabulary, K the number asked of ``top_k``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The target that asks for no log-probability; its output is exactly 0."""
+
+Tokens = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
+Targets = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class ForwardInput:
+    """One forward: some documents, and which outputs are wanted.
+
+    ``input_tokens`` is one document (a 1-D tensor or a list of ids) or several (a list of these, or
+    a 2-D tensor with a document a row). Documents don't see each other; each counts its positions
+    from 0.
+
+    ``target_tokens`` asks for log-probabilities. It is nested like ``input_tokens`` or flat, and
+    may have trailing dimensions: several targets for a position. The target at a position is what
+    its own logits are asked for: no shift is applied. ``-100`` asks for nothing there.
+
+    ``slot`` names a set of adapter weights, and None the bare model.
+    """
+
+    input_tokens: Tokens
+    target_tokens: Targets | None = None
+    _: KW_ONLY
+    top_k: int | None = None
+    logits: bool = False
+    hidden_states: bool = False
+    no_grad: bool = False
+    slot: str | None = None
+
+    def documents(self) -> list[Tensor]:
+        """The documents as 1-D int64 tensors on the CPU.
+
+        Raises:
+            ValueError: no document, an empty document, or one that is not one-dimensional.
+            TypeError: ids that are not integers.
+        """
+        parts = _parts(self.input_tokens, "input_tokens", nested=1)
+        if not parts:
+            raise ValueError("input_tokens holds no document; give at least one token")
+        for index, part in enumerate(parts):
+            if part.dim() != 1 or part.numel() == 0:
+                raise ValueError(
+                    f"input_tokens: document {index} has shape {tuple(part.shape)}; expected a "
+                    "one-dimensional sequence of at least one token"
+                )
+        return parts
+
+    def targets(self) -> Tensor | None:
+        """The targets as int64 of shape [T, ...] on the CPU, or None where none were given.
+
+        Raises:
+            ValueError: they don't have one row per source position.
+            TypeError: ids that are not integers.
+        """
+        if self.target_tokens is None:
+            return None
+        lengths = [len(document) for document in self.documents()]
+        total = sum(lengths)
+        nested = len(lengths) > 1 or _is_nested(self.input_tokens)
+        value = self.target_tokens
+        if isinstance(value, Tensor):
+            flat = _integers(value, "target_tokens")
+            same = len(set(lengths)) == 1
+            if nested and same and flat.shape[:2] == (len(lengths), lengths[0]):
+                flat = flat.flatten(0, 1)
+        elif nested and len(value) == len(lengths):
+            rows = [_integers(torch.as_tensor(part), "target_tokens") for part in value]
+            for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                if row.dim() == 0 or len(row) != length:
+                    raise ValueError(
+                        f"target_tokens: document {index} has {length} tokens, its targets have "
+                        f"shape {tuple(row.shape)}; give one row of targets per token"
+                    )
+            flat = torch.cat(rows)
+        else:
+            flat = _integers(torch.as_tensor(value), "target_tokens")
+        if flat.dim() == 0 or flat.shape[0] != total:
+            raise ValueError(
+                f"target_tokens has shape {tuple(flat.shape)} for {total} input tokens; expected "
+                f"[{total}, ...]: one row of targets per token, no shift"
+            )
+        return flat
+
+
+class TopK(NamedTuple):
+    """The K most probable tokens of each position, most probable first.
+
+    ``values`` are log-probabilities [T, K]; ``tokens`` are ids [T, K], int64. Of tokens with equal
+    logits the one with the lower id comes first.
+    """
+
+    values: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardOutput:
+    """What was asked for; the rest is None.
+
+    Every field holds all T source positions in source order, on every TP and CP rank of a batch.
+    ``target_logprobs`` [T, ...] has the shape of the targets, in float64 where the run is float64
+    and in float32 otherwise, as have the values of ``top_k``. ``logits`` [T, V] and
+    ``hidden_states`` [T, H] (after the last norm) have the dtype of the run.
+    """
+
+    target_logprobs: Tensor | None = None
+    top_k: TopK | None = None
+    logits: Tensor | None = None
+    hidden_states: Tensor | None = None
+
+
+def check_request(request: ForwardInput, *, vocabulary: int) -> None:
+    """Refuse what no trainer could answer.
+
+    Raises:
+        ValueError: an id outside the vocabulary, or a ``top_k`` outside 1..V.
+    """
+    for index, document in enumerate(request.documents()):
+        _check_ids(document, vocabulary, f"input_tokens, document {index}")
+    targets = request.targets()
+    if targets is not None:
+        _check_ids(targets[targets != IGNORED], vocabulary, "target_tokens")
+    if request.top_k is not None and not 1 <= request.top_k <= vocabulary:
+        raise ValueError(
+            f"top_k is {request.top_k}; expected 1 to {vocabulary}, the size of the vocabulary"
+        )
+
+
+def logprob_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of log-probabilities in a run of ``dtype``: never below float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check_ids(ids: Tensor, vocabulary: int, where: str) -> None:
+    wrong = ids[(ids < 0) | (ids >= vocabulary)]
+    if wrong.numel():
+        raise ValueError(
+            f"{where}: token {int(wrong[0])} is outside the vocabulary of {vocabulary} "
+            f"({IGNORED} is allowed as a target, to leave a position out)"
+        )
+
+
+def _parts(value: Tokens, name: str, *, nested: int) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        flat = _integers(value, name)
+        return list(flat) if flat.dim() == nested + 1 else [flat]
+    if _is_nested(value):
+        return [_integers(torch.as_tensor(part), name) for part in value]
+    return [_integers(torch.as_tensor(value), name)] if len(value) else []
+
+
+def _is_nested(value: Tokens) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() > 1
+    return len(value) > 0 and not isinstance(value[0], int)
+
+
+def _integers(value: Tensor, name: str) -> Tensor:
+    other = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    # torch.as_tensor([]) is floating: let an empty document reach the check of its length.
+    if other and value.numel():
+        raise TypeError(f"{name} has dtype {value.dtype}; expected integer token ids")
+    return value.detach().to(device="cpu", dtype=torch.int64)
