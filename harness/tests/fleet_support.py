@@ -257,3 +257,4 @@ def nested(channel: Channel, rank: int, size: int, setup: dict[str, Any]) -> Non
     fleet = server.fork(size=1, entry="tests.fleet_support:echo", setup={}, label="inner")
     assert fleet.poll(LIMIT)
     channel.send({"token": server.token})
+    channel.receive()

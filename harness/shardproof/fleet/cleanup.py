@@ -18,7 +18,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -110,6 +110,28 @@ def record_token(scratch: Path, token: str) -> None:
     """Note in a scratch directory that processes under ``token`` belong to this run."""
     with (scratch / _TOKENS).open("a", encoding="ascii") as file:
         file.write(token + "\n")
+
+
+def record_ranks(scratch: Path, token: str, ranks: Iterable[Ident]) -> None:
+    """Note which ranks a fork server has at present, for whoever cleans up after it."""
+    path = _ranks_file(scratch, token)
+    new = path.with_suffix(".new")
+    with contextlib.suppress(OSError):  # the directory is going away, and the ranks with it
+        new.write_text("".join(f"{rank.pid} {rank.started}\n" for rank in ranks), encoding="ascii")
+        new.replace(path)
+
+
+def recorded_ranks(scratch: Path, token: str) -> frozenset[Ident]:
+    """Return what `record_ranks` noted last. Numbers are used again: act on it soon."""
+    try:
+        lines = _ranks_file(scratch, token).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(Ident(*map(int, line.split())) for line in lines)
+
+
+def _ranks_file(scratch: Path, token: str) -> Path:
+    return scratch / f".ranks-{token[:8]}"
 
 
 def sweep(root: Path) -> list[Path]:

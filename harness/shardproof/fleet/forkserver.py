@@ -364,7 +364,9 @@ class ForkServer:
         process, self._process = self._process, None
         try:
             if self._token:
-                Family(self._token).kill()
+                fleets = self._fleets.values()
+                roots = {rank.ident for fleet in fleets for rank in fleet.ranks if rank.alive}
+                Family(self._token, roots=frozenset(roots)).kill()
         finally:
             if control is not None:
                 control.close()

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from .cleanup import remove_tree
+from .cleanup import recorded_ranks, remove_tree
 from .errors import SurvivorError
 from .processes import Family, Ident, alive, open_fds, set_process_name
 
@@ -48,7 +48,8 @@ def _guard(token: str, scratch: Path, controller: Ident, server: Ident) -> None:
     if not alive(controller):
         _wait_for_end((server,), timeout=_GRACE)
     with contextlib.suppress(SurvivorError):
-        Family(token).kill()
+        # A rank's children that were given another environment are known by its group alone.
+        Family(token, roots=recorded_ranks(scratch, token)).kill()
     # The directory is the controller's as long as that lives; it ends this process when it is
     # done with it.
     _wait_for_end((controller,), timeout=None)

@@ -23,7 +23,7 @@ from typing import Any, Final, Never
 
 from .birth import Birth, be_rank
 from .channel import Channel
-from .cleanup import remove_tree
+from .cleanup import record_ranks, remove_tree
 from .errors import ChannelClosed, SurvivorError
 from .guardian import start_guardian
 from .processes import (
@@ -63,19 +63,21 @@ class Server:
         self._inherited: frozenset[int] = frozenset()
         self._wake_read, self._wake_write = socket.socketpair()
         self._controller_fd = -1
-        self._closing = False
 
     def run(self) -> Never:
-        """Serve until the controller is gone, then clean up and leave."""
+        """Serve until told to end or the controller is gone, then clean up and leave."""
+        status, orphaned = 0, False
         try:
             self._prepare()
             self._serve()
         except ChannelClosed:
+            orphaned = True
+        except _TerminatedError:
             pass
         except BaseException:  # noqa: BLE001  it must clean up whatever happened
             traceback.print_exc()
-            self._leave(1)
-        self._leave(0)
+            status = 1
+        self._leave(status, orphaned=orphaned)
 
     # Preparing --------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class Server:
 
     def _refuse(self, module: str, details: str) -> Never:
         self._control.send({"event": "refused", "module": module, "details": details})
-        self._leave(0)
+        self._leave(0, orphaned=False)
 
     def _install_signals(self) -> None:
         self._wake_read.setblocking(False)
@@ -156,18 +158,17 @@ class Server:
         while True:
             ready = {fd for fd, _ in poller.poll()}
             if self._controller_fd in ready:
-                return
+                raise ChannelClosed("the controller is dead")
             if self._wake_read.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_read.recv(4096)
             self._reap()
             for message in self._control.drain():
                 if message.payload["op"] == "close":
-                    self._closing = True
                     return
                 self._fork(message.payload, self._control.take_fds())
             if self._control.eof:
-                return
+                raise ChannelClosed("the controller closed its end")
 
     def _fork(self, request: dict[str, Any], channels: list[int]) -> None:
         try:
@@ -199,6 +200,7 @@ class Server:
             reply: dict[str, object] = {"event": "not forked", "error": f"{error!r}"}
         else:
             reply = {"event": "forked", "pids": pids}
+            self._record()
         for fd in channels:
             os.close(fd)
         self._control.send({**reply, "fleet": request["fleet"]})
@@ -255,7 +257,11 @@ class Server:
             self._family([rank]).kill()
         _, status = os.waitpid(rank.ident.pid, 0)
         del self._ranks[rank.ident.pid]
+        self._record()
         return status
+
+    def _record(self) -> None:
+        record_ranks(self._scratch, self._token, (rank.ident for rank in self._ranks.values()))
 
     def _family(self, ranks: list[_Rank]) -> Family:
         return Family(
@@ -264,18 +270,21 @@ class Server:
             ranks=frozenset(f"{rank.fleet}.{rank.rank}" for rank in ranks),
         )
 
-    def _leave(self, status: int) -> Never:
+    def _leave(self, status: int, *, orphaned: bool) -> Never:
         """End everything that came from this server, and exit.
 
-        The scratch directory of a dead controller is removed.
+        ``orphaned`` says that the controller seems to be dead; when it is, its scratch directory
+        is removed.
         """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(SurvivorError):
-            Family(self._token).kill()
-        if not self._closing and self._controller_ends():
-            remove_tree(self._scratch)
+            roots = frozenset(rank.ident for rank in self._ranks.values())
+            Family(self._token, roots=roots).kill()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # else they'd wait for an init that reaps
                 pass
+        if orphaned and self._controller_ends():
+            remove_tree(self._scratch)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -290,8 +299,12 @@ class Server:
         return True
 
 
+class _TerminatedError(BaseException):
+    """SIGTERM came: end, whatever is being done."""
+
+
 def _terminate(_number: int, _frame: object) -> Never:
-    raise ChannelClosed("the fork server was told to end by SIGTERM")
+    raise _TerminatedError
 
 
 def main(fd: int, *, controller: Ident, scratch: Path) -> Never:
