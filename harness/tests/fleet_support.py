@@ -25,7 +25,7 @@ T = TypeVar("T")
 LIMIT = 20.0  # seconds after which a wait that should be short is a failure, on a busy machine
 
 
-def eventually(look: Callable[[], T], *, within: float = LIMIT) -> T:
+def eventually(look: Callable[[], T | None], *, within: float = LIMIT) -> T:
     """Return the first true value that ``look`` gives, failing after ``within`` seconds."""
     deadline = time.monotonic() + within
     while not (value := look()):
@@ -189,6 +189,8 @@ def parent(channel: Channel, rank: int, size: int, setup: dict[str, Any]) -> Non
         lambda: os.execv(sleep[0], [*sleep[:2], "import signal; signal.pause()"])
     )
     pids["daemon, forked"] = _daemon(signal.pause)
+    if setup.get("unmarked"):
+        pids["daemon, unmarked"] = _daemon(lambda: os.execve(sleep[0], sleep, {}))
     channel.send(pids)
     if setup["how"] == "return":
         return

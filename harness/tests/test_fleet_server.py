@@ -19,6 +19,7 @@ from shardproof.fleet import (
     make_scratch,
 )
 from shardproof.fleet.forkserver import ONE_THREAD
+from shardproof.fleet.processes import alive, identify
 
 ECHO = "tests.fleet_support:echo"
 REPORT = "tests.fleet_support:report"
@@ -199,6 +200,19 @@ def test_close_ends_everything_and_may_be_repeated(make: Make) -> None:
     server.close()
     with pytest.raises(ServerError, match="has been closed"):
         server.fork(size=1, entry=ECHO, setup={}, label="x")
+
+
+def test_close_ends_even_a_daemon_that_bears_no_mark(make: Make) -> None:
+    """It has a session, a parent and an environment of its own; but the server adopted it."""
+    server = make()
+    setup = {"how": "stay", "unmarked": True}
+    fleet = server.fork(size=1, entry="tests.fleet_support:parent", setup=setup, label="x")
+    daemon = identify(messages(fleet, 1)[0].payload["daemon, unmarked"])
+    assert daemon is not None
+    assert alive(daemon)
+    fleet.kill()
+    server.close()
+    assert not alive(daemon)
 
 
 def test_a_stopped_server_is_closed_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ def _isolate(birth: Birth, inherited: Collection[int]) -> None:
     set_process_name(process_name(rank))
     os.environ.update(marks(birth.token, rank))
     _forget_exit_handlers()
+    del sys.argv[1:]
     _reset_signals()
     _redirect(birth)
     keep = {0, 1, 2, birth.channel_fd, *inherited}

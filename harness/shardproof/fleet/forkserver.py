@@ -172,7 +172,7 @@ class ForkServer:
                 {
                     "op": "start",
                     "preload": self._preload,
-                    "sys_path": [os.fspath(entry) for entry in sys.path],
+                    "sys_path": [os.fsdecode(entry) for entry in sys.path],
                     "pythonpath": path,
                 }
             )

@@ -137,11 +137,14 @@ class Family:
 
     ``token`` alone takes in everything that came from the fork server of that token, and the
     server. With ``ranks`` (texts ``fleet.rank``), it takes in only what bears one of these marks.
+    ``below`` are processes whose descendants belong to the family although they don't; ``spare``
+    are those that stay out in any case.
     """
 
     token: str
     roots: frozenset[Ident] = frozenset()
     ranks: frozenset[str] | None = None
+    below: frozenset[int] = frozenset()
     spare: frozenset[int] = field(default_factory=lambda: frozenset({os.getpid()}))
 
     def members(self) -> set[Stat]:
@@ -159,10 +162,10 @@ class Family:
         children: dict[int, list[int]] = {}
         for pid, stat in seen.items():
             children.setdefault(stat.parent, []).append(pid)
-        queue = [pid for pid in found if pid not in self.spare]
+        queue = [*self.below, *(found - self.spare)]
         while queue:
             for child in children.get(queue.pop(), ()):
-                if child not in found:
+                if child not in found and child not in self.spare:
                     found.add(child)
                     queue.append(child)
         return {seen[pid] for pid in found - self.spare if not seen[pid].dead}

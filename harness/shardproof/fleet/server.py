@@ -279,7 +279,8 @@ class Server:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(SurvivorError):
             roots = frozenset(rank.ident for rank in self._ranks.values())
-            Family(self._token, roots=roots).kill()
+            # Orphans of ranks are this process's children, with or without marks.
+            Family(self._token, roots=roots, below=frozenset({os.getpid()})).kill()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # else they'd wait for an init that reaps
                 pass
