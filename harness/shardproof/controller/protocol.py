@@ -119,9 +119,7 @@ class Controller:
         if skip is not None:
             return [self._skipped(item, case, skip.reason)]
         if xfail is not None and not xfail.run and not item.config.option.runxfail:
-            report = skip_report(item, f"[NOTRUN] {xfail.reason}")
-            report.wasxfail = f"reason: [NOTRUN] {xfail.reason}"
-            return [report]
+            return [self._xfailed(item, case, f"[NOTRUN] {xfail.reason}")]
         topology = cell.topology
         if topology is None:
             return [self._bad(item, case, "invalid", str(cell.problem))]
@@ -155,6 +153,8 @@ class Controller:
         reference = self._reference(item, case, limit)
         if reference.skip is not None:
             return [self._skipped(item, case, f"the reference skipped: {reference.skip}")]
+        if reference.xfail is not None:
+            return [self._xfailed(item, case, reference.xfail)]
         if reference.problem is None and reference.fallen and case.options.full_precision:
             places = "\n".join(describe_fall(fall) for fall in reference.fallen)
             reference.problem = (
@@ -296,6 +296,12 @@ class Controller:
     def _skipped(self, item: pytest.Item, case: Case, reason: str) -> pytest.TestReport:
         report = skip_report(item, reason)
         self._attach(item, [report], case, Ending("skipped"), None, None, "")
+        return report
+
+    def _xfailed(self, item: pytest.Item, case: Case, reason: str) -> pytest.TestReport:
+        report = skip_report(item, reason)
+        report.wasxfail = reason
+        self._attach(item, [report], case, Ending("xfailed"), None, None, "")
         return report
 
     def _attach(

@@ -23,7 +23,8 @@ from shardproof.verdict import reference_needs
 class Reference:
     """What came of a case's reference: files, or why there are none.
 
-    ``problem`` is (outcome, text); ``skip`` a reason to skip every topology. ``fallen`` are the
+    ``problem`` is (outcome, text); ``skip`` a reason to skip every topology, ``xfail`` one to
+    expect its failure (``pytest.xfail`` in the body). ``fallen`` are the
     places where a float64 reference fell to a lower precision.
     """
 
@@ -31,6 +32,7 @@ class Reference:
     case_dir: Path
     problem: tuple[str, str] | None = None
     skip: str | None = None
+    xfail: str | None = None
     fallen: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -62,7 +64,7 @@ def make_reference(
     try:
         first = run_to_end(start(labels[0], "reference", 0))
         _account(pool, reference, first)
-        if reference.problem is None and reference.skip is None:
+        if (reference.problem, reference.skip, reference.xfail) == (None, None, None):
             _floors(pool, reference, start, labels)
     except StartError as error:
         reference.problem = ("not started", str(error))
@@ -141,6 +143,10 @@ def _account(pool: FleetPool, reference: Reference, drive: Drive) -> None:
     if ending.outcome == "skipped":
         report = trace.skipped_body
         reference.skip = skip_reason(report) if report is not None else "skipped"
+        return
+    report = trace.failed_body
+    if report is not None and "wasxfail" in report:
+        reference.xfail = str(report["wasxfail"])
         return
     if ending.outcome != "passed":
         outcome = ending.outcome if ending.outcome == "not started" else "reference failed"

@@ -140,7 +140,7 @@ def _from_rank(item: pytest.Item, data: Mapping[str, Any]) -> pytest.TestReport:
     if not isinstance(report, pytest.TestReport):
         raise TypeError(f"{item.nodeid}: a rank sent no test report but {type(report).__name__}")
     if isinstance(report.longrepr, list):
-        report.longrepr = tuple(report.longrepr)  # type: ignore[unreachable]
+        report.longrepr = tuple(report.longrepr)
     report.nodeid = item.nodeid
     report.user_properties = [tuple(pair) for pair in report.user_properties]  # type: ignore[misc]
     return report

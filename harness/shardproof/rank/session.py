@@ -27,7 +27,6 @@ from shardproof.verdict import Recorder, failed, finish_reference, render
 
 # Options that choose, order or end a run belong to the controller; so do terminal and debugger.
 _CONTROLLER_OPTIONS: dict[str, Any] = {
-    "capture": "no",
     "collectonly": False,
     "deselect": None,
     "dist": "no",
@@ -111,7 +110,11 @@ class RankSession:
         os.environ.update(
             RANK=str(self._rank), LOCAL_RANK=str(self._rank), WORLD_SIZE=str(self._size)
         )
-        config = _prepareconfig(list(setup["args"]), [self._hooks])
+        args = list(setup["args"])
+        # pytest's own capture starts as the options are read; descriptors 1 and 2 are captured
+        # from birth already, in a way that outlives a crash.
+        args.insert(args.index("--") if "--" in args else len(args), "--capture=no")
+        config = _prepareconfig(args, [self._hooks])
         for name, value in _CONTROLLER_OPTIONS.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
