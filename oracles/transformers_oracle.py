@@ -111,9 +111,6 @@ class TransformersTrainer:
             raise ValueError(f"dp_reduce: op is {op!r}; expected sum, max or min")
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def close(self) -> None:
-        """Nothing to take down."""
-
     def _hidden(self, document: Tensor) -> Tensor:
         out = self.model.model(input_ids=document[None].to(self.device), use_cache=False)
         hidden: Tensor = out.last_hidden_state[0]

@@ -68,7 +68,6 @@ class TrainerRank:
         )
         self.custom: dict[str, torch.nn.Parameter] = {}
         self._reduced: dict[str, tuple[int, int]] | None = None
-        self._made_parallel_state = False
 
     @classmethod
     def build(
@@ -81,13 +80,13 @@ class TrainerRank:
     ) -> TrainerRank:
         """Build the model for the topology of ``rank`` and load this rank's slices.
 
-        ``checkpoint_dir`` is a Qwen3 directory as ``save_pretrained`` writes it. A collective of
-        all ranks where megatron-core's parallel state does not exist yet.
+        ``checkpoint_dir`` is a Qwen3 directory as ``save_pretrained`` writes it. Megatron's parallel
+        state must exist for this topology. ``plan`` is a policy of ``make_plan``.
 
         Raises:
             FileNotFoundError: the directory holds no checkpoint.
             ValueError: a model that is not supported, a topology that does not divide it, or
-                Megatron's parallel state made for another topology.
+                Megatron's parallel state missing or made for another one.
         """
         directory = Path(checkpoint_dir)
         architecture = read_architecture(directory)
@@ -95,20 +94,13 @@ class TrainerRank:
         architecture.check_tp(tp.size())
         shims.place_buffers(rank.device)
         shims.quiet_rng()
-        made = shims.ensure_parallel_state(rank)
+        shims.check_parallel_state(rank)
         model = build_model(
             architecture, tp=tp.size(), cp=cp.size(), dtype=rank.dtype, device=rank.device
         )
         trainer = cls(model, architecture, rank, sharing=sharing, policy=plan)
-        trainer._made_parallel_state = made
         weights.load(model, weights.Checkpoint(directory), trainer.layouts, (tp.rank(), tp.size()))
         return trainer
-
-    def close(self) -> None:
-        """Take down Megatron's parallel state where ``build`` made it; a collective."""
-        if self._made_parallel_state:
-            shims.destroy_parallel_state()
-            self._made_parallel_state = False
 
     def forward(self, request: ForwardInput) -> ForwardOutput:
         """Run one forward; see ``ForwardInput`` and ``ForwardOutput``.

@@ -67,23 +67,19 @@ def quiet_rng() -> None:
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
 
-def ensure_parallel_state(rank: RankContext) -> bool:
-    """Make Megatron's parallel state for the topology of ``rank``, unless it is there already.
-
-    Returns True where this call made it, so that its caller can take it down again. The order of
-    ranks is tp fastest, then cp, then dp.
+def check_parallel_state(rank: RankContext) -> None:
+    """Refuse to build on a missing parallel state of Megatron's, or on one of another topology.
 
     Raises:
-        ValueError: it is there, for another topology.
+        ValueError: with what is there and what this rank's groups are.
     """
     expected = {axis: rank.group(axis).size() for axis in ("tp", "cp", "dp")}
-    made = not parallel_state.model_parallel_is_initialized()
-    if made:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=expected["tp"],
-            context_parallel_size=expected["cp"],
-            order="tp-cp-ep-dp-pp",
-            create_gloo_process_groups=False,
+    if not parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            "megatron-core's parallel state does not exist; whoever owns the process groups makes "
+            "it first: parallel_state.initialize_model_parallel with sizes "
+            f"{expected} and order 'tp-cp-ep-dp-pp' (a parity case asks for it in its marker: "
+            "megatron=True)"
         )
     found = {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -95,9 +91,3 @@ def ensure_parallel_state(rank: RankContext) -> bool:
             f"megatron-core's parallel state is for {found}, this rank's groups are {expected}; "
             "destroy the state of the last topology before a trainer is built on this one"
         )
-    return made
-
-
-def destroy_parallel_state() -> None:
-    """Take Megatron's parallel state down, with the process groups that it made."""
-    parallel_state.destroy_model_parallel()
