@@ -39,6 +39,7 @@ _HANDLERS: Final[dict[str, Handler]] = {
     "std_mean": reduce.std_mean,
     "linalg_vector_norm": reduce.vector_norm,
     "norm": reduce.norm,
+    "dist": reduce.dist,
     "_foreach_norm": reduce.foreach_norm,
     "cumsum": reduce.cumsum,
     "_softmax": softmax.softmax,
@@ -64,6 +65,14 @@ _LINEAR: Final[dict[str, Handler]] = {
     "_fft_r2c": linear.transform,
     "_fft_c2r": linear.transform,
     "_fft_c2c": linear.transform,
+    "trace": linear.transform,
+    "col2im": linear.transform,
+    "unfold_backward": linear.transform,
+    "avg_pool2d": linear.transform,
+    "avg_pool2d_backward": linear.transform,
+    "avg_pool3d": linear.transform,
+    "_adaptive_avg_pool2d": linear.transform,
+    "_adaptive_avg_pool2d_backward": linear.transform,
 }
 
 # torch's own decompositions of fused operations into parts that the mode sees one by one.
@@ -84,6 +93,7 @@ _DECOMPOSED: Final = frozenset(
         "huber_loss",
         "smooth_l1_loss",
         "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
     }
 )
 

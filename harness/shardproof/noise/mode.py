@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .handlers import decomposition_of, handler_of, write_out
@@ -82,6 +83,8 @@ class NoiseMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # shapes alone: there is nothing to round
         if any(_foreign(kind) for kind in types):
             # DTensor and its like come back with their local tensors.
             return NotImplemented
@@ -243,8 +246,9 @@ def _results(
         found.extend(_entries(item, clean))
     for name in known.outs:
         found.extend(_entries(kwargs.get(name), clean))
-    if not written and not known.outs:
-        found.extend(_entries(result, clean))
+    # An operation may both write and return; what it wrote is returned as the same object.
+    kept = {id(value) for name, item in written if name in known.steady for value in tensors(item)}
+    found.extend(value for value in _entries(result, clean) if steady or id(value) not in kept)
     unique: dict[int, Tensor] = {id(value): value for value in found}
     return list(unique.values())
 

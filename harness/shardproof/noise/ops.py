@@ -39,7 +39,7 @@ _EXACT: Final = _names(
     fill flip floor ceil trunc round frexp gather hardtanh hardtanh_backward heaviside im2col
     index index_copy index_fill index_select isfinite isinf isnan kthvalue ldexp lift lift_fresh
     lift_fresh_copy local_scalar_dense masked_fill masked_scatter masked_select max max_pool1d
-    max_pool2d max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d
+    max_pool2d max_pool2d_with_indices max_pool3d
     max_pool3d_with_indices maximum median min minimum mode mode_ movedim nan_to_num nanmedian
     narrow_copy neg negative nextafter nonzero pad permute_copy pixel_shuffle pixel_unshuffle
     polar_ positive record_stream reflection_pad1d reflection_pad2d relu relu6 repeat
@@ -51,7 +51,7 @@ _EXACT: Final = _names(
     unsafe_masked_index unsqueeze_copy unsafe_split unsafe_split_with_sizes unsafe_view
     split_with_sizes_copy value_selecting_reduction_backward view_as_complex view_as_real
     view_copy where zero real imag conj conj_physical resolve_conj resolve_neg aminmax
-    nll_loss_backward_ is_same_size adaptive_max_pool2d adaptive_max_pool2d_backward
+    nll_loss_backward_ is_same_size adaptive_max_pool2d
     chunk_cat trilinear_ pin_memory to_sparse values indices
     """
 )
@@ -109,7 +109,11 @@ _COUNTERS: Final = frozenset({"state_steps", "found_inf", "grads"})
 _OVERWRITES: Final = _names("copy_ fill_ zero_ _foreach_copy_ _foreach_zero_ set_ resize_")
 
 # Collectives and waiting move data (their sums are the system's own, and one rank has none).
-_EXACT_NAMESPACES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler"})
+_EXACT_NAMESPACES: Final = _names(
+    """
+    c10d c10d_functional _c10d_functional _c10d_functional_autograd _dtensor fsdp profiler
+    """
+)
 
 
 @dataclass(frozen=True, slots=True)

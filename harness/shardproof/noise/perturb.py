@@ -26,10 +26,11 @@ class Noise:
         self._generator = torch.Generator().manual_seed(seed)
 
     def perturb_(self, value: Tensor) -> Tensor:
-        """Move each element of ``value`` in place by a relative amount, uniform in [-u, u].
+        """Round each element of ``value`` anew, at random and in place.
 
-        u is the unit of rounding of the tensor's own dtype. Zeros, infinities and NaN stay as
-        they are, and a finite value never becomes infinite. Other dtypes are left alone.
+        One element in four moves to a neighbouring number of its own dtype, evenly up or down.
+        Zeros, infinities and NaN stay as they are, and a finite value never becomes infinite.
+        Other dtypes are left alone.
         """
         if value.is_complex():
             if not value.is_conj():
@@ -105,14 +106,8 @@ class Noise:
 
     def mask(self, value: Tensor) -> Tensor:
         """A random boolean of the shape of ``value``, half of it True."""
-        signs = torch.empty(value.shape, dtype=torch.bool, device=value.device)
-        flat = signs.view(-1)
-        for start in range(0, flat.numel(), WINDOW):
-            part = flat[start : start + WINDOW]
-            offset = self._random.randrange(POOL_SIZE - part.numel() + 1)
-            source = pool(torch.float32, value.device)[offset : offset + part.numel()]
-            torch.gt(source, 0, out=part)
-        return signs
+        mask = torch.empty(value.shape, dtype=torch.bool)
+        return mask.bernoulli_(generator=self._generator).to(value.device)
 
 
 def blocks(length: int, step: int) -> Iterator[tuple[int, int]]:

@@ -33,15 +33,28 @@ def coarser(new: torch.dtype, old: torch.dtype) -> bool:
     return torch.finfo(new).eps > torch.finfo(old).eps
 
 
+_MOVED: Final = POOL_SIZE // 8
+"""Of the pool, one part in eight moves a value up and one in eight moves it down."""
+
+_STEP: Final = 1.25
+"""A move in units of rounding. Added to x, between 1.25 u and 2.5 u (in units of x's binade) rounds
+to exactly the neighbour of x, whatever x's leading digits are."""
+
+
 @functools.lru_cache(maxsize=16)
 def pool(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uniform relative noise in [-u, u] of ``dtype``, shape ``[POOL_SIZE]``, on ``device``.
+    """Relative noise of ``dtype``, shape ``[POOL_SIZE]``, on ``device``.
+
+    x + x * noise is x in three cases of four, else one of x's neighbours. That is the law of a
+    random rounding of an exact result which lies anywhere around x (Parker 1997). Noise uniform in
+    [-u, u] moves as much on average, but it never moves a value just above a power of two.
 
     It is drawn from a generator of its own: the caller's random numbers do not move.
     """
     generator = torch.Generator().manual_seed(_POOL_SEED)
-    uniform = torch.rand(POOL_SIZE, generator=generator, dtype=torch.float64)
-    uniform.mul_(2).sub_(1)
-    # Without this the mean of the pool would push every value the same way.
-    uniform.sub_(uniform.mean())
-    return uniform.mul_(UNITS[dtype]).to(dtype).to(device)
+    order = torch.randperm(POOL_SIZE, generator=generator)
+    noise = torch.zeros(POOL_SIZE, dtype=dtype)
+    # Exactly as many up as down: a pool with a mean would push all values the same way.
+    noise[order[:_MOVED]] = _STEP * UNITS[dtype]
+    noise[order[_MOVED : 2 * _MOVED]] = -_STEP * UNITS[dtype]
+    return noise.to(device)

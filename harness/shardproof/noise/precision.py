@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from .pool import coarser
 
-_TORCH: Final = str(Path(torch.__file__).parent)
-_SELF: Final = str(Path(__file__).parent.parent)
+_TORCH: Final = str(Path(torch.__file__).parent) + os.sep
+_SELF: Final = str(Path(__file__).parent.parent) + os.sep
 _ENGINE: Final = str(Path(torch.autograd.graph.__file__))
 BACKWARD: Final = "backward"
 """The site of an operation that the autograd engine runs itself."""

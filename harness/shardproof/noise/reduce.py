@@ -204,11 +204,14 @@ def vector_norm(
     wanted = dtype or value.dtype
     order = 2.0 if ord is None else float(ord)
     dims = dimensions(value, dim)
-    if value.numel() == 0 or value.dim() == 0 or order == 0 or math.isinf(order):
-        result: Tensor = torch.linalg.vector_norm(value, order, dims, keepdim, dtype=dtype)
-        return noise.perturb_(result)
+    if value.numel() == 0 or order == 0 or math.isinf(order):
+        # Counts and the largest entry: nothing is added up.
+        selected: Tensor = torch.linalg.vector_norm(value, order, dims, keepdim, dtype=dtype)
+        return selected
     wide = value.to(_accumulator(wanted))
-    widest = max(dims, key=lambda d: value.shape[d])
+    if value.dim() == 0:
+        wide, dims, keepdim = wide.view(1), [0], False
+    widest = max(dims, key=lambda d: wide.shape[d])
     spans = noise.spans(wide.shape[widest], noise.pieces(3, 8))
     wide = _scattered(noise, wide, widest, spans, moved=False)
     parts = [
@@ -230,6 +233,11 @@ def norm(
 ) -> Tensor:
     """``aten::norm``."""
     return vector_norm(noise, value, p, dim, keepdim, dtype=dtype)
+
+
+def dist(noise: Noise, value: Tensor, other: Tensor, p: Any = 2) -> Tensor:
+    """``aten::dist``: the norm of the difference."""
+    return vector_norm(noise, noise.perturb_(value - other), p)
 
 
 def foreach_norm(

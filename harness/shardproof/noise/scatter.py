@@ -10,6 +10,9 @@ from torch import Tensor
 
 from .perturb import Noise
 
+# The method of the same name takes no None among its indices.
+_put_: Final = torch.ops.aten.index_put_.default
+
 _PIECE: Final = 1 << 22
 """Elements of a piece of the source that is copied in its new order."""
 
@@ -87,14 +90,15 @@ def index_put_(
     """``aten::index_put_``; ``unsafe`` skips a bounds check and changes no result."""
     del unsafe
     if not accumulate:
-        return into.index_put_(tuple(indices), values)
+        put: Tensor = _put_(into, list(indices), values, False)
+        return put
     given = [index for index in indices if index is not None]
     leading = len(given)
     plain = all(index is not None for index in indices[:leading]) and all(
         index.dtype not in (torch.bool, torch.uint8) for index in given
     )
     if not plain or not into.is_contiguous() or into.dim() == 0 or not given:
-        return noise.perturb_(into.index_put_(tuple(indices), values, accumulate=True))
+        return noise.perturb_(_put_(into, list(indices), values, True))
     sizes = into.shape[:leading]
     spread = torch.broadcast_tensors(*given)
     linear = torch.zeros_like(spread[0], dtype=torch.int64)
