@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,6 +56,7 @@ class NoiseMode(TorchDispatchMode):
         self.perturb = perturb
         self._noise = Noise(seed)
         self._watch = PrecisionWatch(expected)
+        self._stances: list[AbstractContextManager[Any] | None] = []
 
     @property
     def fallen(self) -> list[Fall]:
@@ -64,6 +67,25 @@ class NoiseMode(TorchDispatchMode):
     def lower(self) -> list[Fall]:
         """Operations that computed below ``expected`` without having met a wider value."""
         return self._watch.lower
+
+    def __enter__(self) -> Self:
+        # A compiled region is one opaque kernel to a mode. torch runs it eagerly under one, except
+        # that it refuses `fullgraph=True`; asked for eager it runs that too.
+        outermost = not self._stances and "torch._dynamo" in sys.modules
+        self._stances.append(torch.compiler.set_stance("force_eager") if outermost else None)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        stance = self._stances.pop()
+        if stance is not None:
+            stance.__exit__(kind, error, trace)
 
     @contextmanager
     def perturbing(self, perturb: bool) -> Iterator[None]:
