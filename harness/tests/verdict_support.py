@@ -98,6 +98,10 @@ class World:
         (verdict,) = self.cell(name, body)
         return verdict
 
+    def same(self, name: str, value: object, **options: Any) -> dict[str, Any]:
+        """The only verdict where every rank observes ``value`` as ``x``."""
+        return self.one(name, lambda rank: rank.observe("x", value, **options))
+
 
 def _over_the_wire(value: Any) -> Any:
     return json.loads(json.dumps(value, allow_nan=False))
@@ -106,4 +110,4 @@ def _over_the_wire(value: Any) -> Any:
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Normal numbers, the same for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

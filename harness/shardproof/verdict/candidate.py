@@ -9,7 +9,7 @@ import torch
 
 from shardproof.topology import Topology
 
-from .compare import MOST_ROWS, Comparer, Part, Yardstick, sample_at
+from .compare import Comparer, Part, Yardstick, sample_at
 from .diagnosis import RowFinder
 from .fingerprint import Fingerprint, fingerprint
 from .placement import Resolved
@@ -84,7 +84,7 @@ def examine(
         stats.sample = sample_at(parts, part, comparer.worst, dtype=real_dtype(dtype))
         if stats.failing:
             finder = RowFinder(parts, part, yardstick, exact)
-            stats.hints = finder.hints(comparer.failing[:MOST_ROWS])
+            stats.zero_rows, stats.moved_rows = finder.find(comparer.failing)
     return stats, comparer.row_errors
 
 
@@ -111,6 +111,12 @@ class Candidate:
         if entry is None or not comparable(record, entry):
             return
         full = stored_shape(entry)
+        rows = placed.rows
+        if rows is not None and rows.numel() and full and int(rows.max()) >= full[0]:
+            record.problem = (
+                f"rows places a row at {int(rows.max())}, the whole has rows 0 to {full[0] - 1}"
+            )
+            return
         if not self._fits(tensor.shape, full, placed):
             return
         summed = math.prod(self._topology.sizes[axis] for axis in placed.partial) > 1
@@ -140,8 +146,6 @@ class Candidate:
     def _fits(self, shape: Sequence[int], full: Sequence[int], placed: Resolved) -> bool:
         """Whether the dimensions that are not cut have their full size."""
         if len(shape) != len(full):
-            return False
-        if placed.rows is not None and placed.rows.numel() and int(placed.rows.max()) >= full[0]:
             return False
         free = set(placed.shard.values()) | ({0} if placed.rows is not None else set())
         return all(

@@ -20,6 +20,9 @@ HUGE = 2.0**60
 """From here on a number counts as infinite (with its sign): it stands for a mask, and one such
 number in an L2 norm would hide every other. Squares of what is left cannot overflow."""
 
+SMALLEST = 5e-324
+"""The smallest positive float64."""
+
 MOST_ROWS = 64
 """How many failing rows are kept by position."""
 
@@ -174,6 +177,9 @@ class Comparer:
             bad |= wild & ~alike
             actual, expected = actual.masked_fill(wild, 0.0), expected.masked_fill(wild, 0.0)
         error_sq = (actual - expected).square()
+        if not bool(error_sq.any()):
+            # The square of a tiny difference is 0, but over a floor of 0 it must not pass.
+            error_sq = (actual != expected).to(torch.float64) * SMALLEST
         stats.dot += float((actual * expected).sum())
         stats.candidate_sq += float(actual.square().sum())
         stats.reference_sq += float(expected.square().sum())
@@ -211,34 +217,41 @@ def masks(block: torch.Tensor) -> torch.Tensor:
 def sample_at(
     parts: Sequence[torch.Tensor], part: Part, row: int, *, dtype: torch.dtype
 ) -> Sample | None:
-    """The numbers around the worst element of row ``row`` of the rank's value."""
+    """The numbers from the worst element of row ``row`` (the rank's count) on; None if empty."""
     shape = parts[0].shape
-    if parts[0].numel() == 0:
-        return None
+    first = (slice(row, row + 1),) if shape else ()
     best: tuple[float, int, torch.Tensor, torch.Tensor] | None = None
     column = 0
-    index_of_row = (slice(row, row + 1),) if shape else ()
-    for rest in blocks(shape[1:]) if shape else iter([()]):
-        index = (*index_of_row, *rest)
+    for rest in blocks(shape[1:]):
+        index = (*first, *rest)
         actual = add(parts, index).reshape(-1).cpu()
         expected = widen(part.block(index)[0]).reshape(-1).cpu()
-        gap = (actual.to(torch.float64) - expected.to(torch.float64)).abs()
-        gap = gap.masked_fill(gap.isnan() & (actual != expected), math.inf).nan_to_num(
-            0.0, math.inf
-        )
-        at = int(gap.argmax())
-        if best is None or float(gap[at]) > best[0]:
-            best = (float(gap[at]), column + at, expected[at : at + SHOWN], actual[at : at + SHOWN])
+        gaps = (actual.to(torch.float64) - expected.to(torch.float64)).abs()
+        # NaN on one side is the worst of all; equal infinities are no gap.
+        gaps = torch.where(actual == expected, 0.0, gaps.nan_to_num(math.inf, math.inf))
+        at = int(gaps.argmax())
+        if best is None or float(gaps[at]) > best[0]:
+            shown = slice(at, at + SHOWN)
+            best = (float(gaps[at]), column + at, expected[shown], actual[shown])
         column += actual.numel()
     if best is None:
         return None
-    source = int(part.block(index_of_row)[1][0]) if shape else 0
-    return Sample(source, best[1], show(best[2], dtype), show(best[3], dtype))
+    gap, column, expected, actual = best
+    digits = _digits(dtype)
+    size = float(expected[0].abs())
+    if gap > 0.0 and math.isfinite(gap) and size > 0.0:
+        # As many as show the difference, and three more.
+        digits = min(digits, max(6, 4 - math.floor(math.log10(min(1.0, gap / size)))))
+    source = int(part.block(first)[1][0])
+    return Sample(source, column, show(expected, digits), show(actual, digits))
 
 
-def show(numbers: torch.Tensor, dtype: torch.dtype) -> list[str]:
-    """Numbers as text, with as many digits as tell two neighbours apart in ``dtype``."""
+def _digits(dtype: torch.dtype) -> int:
+    return {8: 17, 4: 9}.get(dtype.to_real().itemsize, 6)
+
+
+def show(numbers: torch.Tensor, digits: int) -> list[str]:
+    """Numbers as text; ``digits`` significant ones for floats."""
     if not numbers.is_floating_point():
         return [str(number) for number in numbers.tolist()]
-    digits = {8: 17, 4: 9}.get(dtype.to_real().itemsize, 5)
     return [f"{number:.{digits}g}" for number in numbers.tolist()]

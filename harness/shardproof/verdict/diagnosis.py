@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,8 @@ def scale_hint(scale: Scale, topology: Topology) -> str:
     found = [
         words for words, factor in _factors(topology) if abs(scale.alpha / factor - 1.0) < tolerance
     ]
+    # A square is the reading of last resort: cp4 beside tp2 would be tp² too.
+    found = [words for words in found if "²" not in words] or found
     if not found:
         return "a scale that no axis explains" if pure else ""
     near = "=" if pure else "is near"
@@ -93,8 +95,6 @@ def _factors(topology: Topology) -> list[tuple[str, float]]:
             if count == 1:
                 found.append((f"{words}² = {size * size}", float(size * size)))
                 found.append((f"1/{words}² = 1/{size * size}", 1.0 / (size * size)))
-    # cp and cp² of another axis may coincide (cp4, tp2): the simplest reading stands first.
-    found.sort(key=lambda item: "²" in item[0])
     return found
 
 
@@ -107,25 +107,29 @@ class RowFinder:
     yardstick: Yardstick
     exact: bool
 
-    def hints(self, rows: Sequence[int]) -> list[str]:
-        """What failing rows (the rank's own count, at most a few are looked at) hold instead."""
+    def find(self, rows: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        """What failing rows (the rank's own count) hold instead; only the first few are looked at.
+
+        Returns the source positions of rows that are zero though the reference's are not, and
+        pairs of a row's source position and that of the row which it holds.
+        """
         shape = self.parts[0].shape
-        if not shape or shape[0] == 0 or math.prod(shape[1:]) > BLOCK:
-            return []
+        if not shape or math.prod(shape[1:]) > BLOCK:
+            return [], []
         zeros: list[int] = []
-        moved: dict[int, int] = {}
+        moved: list[tuple[int, int]] = []
         rows = list(rows[:MOST_EXAMINED])
         sources = [int(self.part.rows(slice(row, row + 1))[0]) for row in rows]
         for row, source in zip(rows, sources, strict=True):
             actual = add(self.parts, (slice(row, row + 1),)).reshape(-1)
             if not bool(actual.any()):
-                if bool(self.part.reference[source].any()):
+                if bool(widen(self.part.reference[source]).any()):
                     zeros.append(source)
                 continue
             found = self._look_up(actual, source, sources)
             if found is not None:
-                moved[source] = found
-        return [*_zero_words(zeros), *_moved_words(moved, failing=len(rows))]
+                moved.append((source, found))
+        return zeros, moved
 
     def _look_up(self, actual: torch.Tensor, source: int, failing: Sequence[int]) -> int | None:
         reference = self.part.reference
@@ -154,34 +158,33 @@ class RowFinder:
         return int(rows[hits[0].cpu()]) if hits.numel() else None
 
 
-def _zero_words(zeros: Sequence[int]) -> list[str]:
-    if not zeros:
-        return []
-    one = len(zeros) == 1
-    return [f"{'row' if one else 'rows'} {_list(zeros)} {'is' if one else 'are'} zero"]
+def row_hints(zeros: Sequence[int], moved: Sequence[tuple[int, int]]) -> list[str]:
+    """Zero and moved rows in words; ``moved`` pairs a position with that of the row held there."""
+    words: list[str] = []
+    if zeros:
+        one = len(zeros) == 1
+        shown = ", ".join(map(str, zeros[:6])) + (", ..." if len(zeros) > 6 else "")
+        words.append(f"{'row' if one else 'rows'} {shown} {'is' if one else 'are'} zero")
+    steps = [held - row for row, held in moved]
+    for step, which in ((1, "next"), (-1, "previous")):
+        # One row may differ: the row that wrapped around.
+        if steps.count(step) >= max(2, len(steps) - 1):
+            return [*words, f"rows are shifted by one: each holds the reference's {which} row"]
+    return words + _moved_words(dict(moved))
 
 
-def _moved_words(moved: dict[int, int], *, failing: int) -> list[str]:
+def _moved_words(moved: Mapping[int, int]) -> list[str]:
     if not moved:
         return []
-    steps = {found - source for source, found in moved.items()}
-    if len(moved) == failing and len(moved) > 1 and len(steps) == 1 and abs(min(steps)) == 1:
-        which = "next" if min(steps) == 1 else "previous"
-        return [f"rows are shifted by one: each holds the reference's {which} row"]
     words: list[str] = []
-    done: set[int] = set()
-    for source, found in moved.items():
-        if source in done:
+    swapped: set[int] = set()
+    for row, held in moved.items():
+        if row in swapped:
             continue
-        if moved.get(found) == source:
-            words.append(f"rows {min(source, found)} and {max(source, found)} are swapped")
-            done |= {source, found}
+        if moved.get(held) == row:
+            words.append(f"rows {min(row, held)} and {max(row, held)} are swapped")
+            swapped |= {row, held}
         else:
-            words.append(f"row {source} holds the reference's row {found}")
-    permuted = len(moved) > 2 and set(moved) == set(moved.values())
-    return [("rows are permuted: " if permuted else "") + "; ".join(words[:4])]
-
-
-def _list(rows: Sequence[int]) -> str:
-    shown = ", ".join(map(str, rows[:6]))
-    return shown if len(rows) <= 6 else f"{shown}, ..."
+            words.append(f"row {row} holds the reference's row {held}")
+    cycle = len(moved) > len(swapped) and set(moved) == set(moved.values())
+    return [("rows are permuted: " if cycle else "") + "; ".join(words[:4])]

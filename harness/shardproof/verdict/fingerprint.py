@@ -36,7 +36,9 @@ class Fingerprint:
         weights = _weights(bits.device)[: bits.numel()]
         # The shift brings high bits down: a product alone would lose them beyond bit 64.
         total = int(((bits ^ (bits >> 32)) * weights).sum())
+        # With the count, since zeros at the end add nothing to the sum.
         self._hash.update(total.to_bytes(8, "little", signed=True))
+        self._hash.update(bits.numel().to_bytes(8, "little"))
 
     def hex(self) -> str:
         """The digest so far."""

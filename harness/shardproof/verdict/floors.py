@@ -96,12 +96,13 @@ def _sketch(value: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     Folding with signs keeps inner products of two runs' errors in expectation (a count sketch).
     """
     if value.numel() == 0:
-        return torch.zeros(0, 1)
+        return torch.zeros(0, 1, dtype=torch.float32)
     inner = math.prod(value.shape[1:])
     most = _SKETCH_ROWS if inner >= OWN_ROW else _SKETCH_FLAT // max(1, inner)
     rows = value.shape[0] if value.dim() else 1
     # Few rows of a wide value, so that the sketch never costs more than a block.
-    chosen = torch.linspace(0, rows - 1, min(rows, most, max(1, BLOCK // inner))).long()
+    count = min(rows, most, max(1, BLOCK // inner))
+    chosen = torch.linspace(0, rows - 1, count, dtype=torch.float64).long()
     if chosen.numel() == 1 and value.dim():  # a slice: the one row may be huge
         row = int(chosen)
         value, reference = value[row : row + 1], reference[row : row + 1]
@@ -162,6 +163,6 @@ def row_freedom(sketches: Sequence[torch.Tensor]) -> float:
         for other, others in units[at + 1 :]:
             both = some & others
             squares.append((one * other).sum(1)[both].square())
-    joined = torch.cat(squares) if squares else torch.zeros(0)
+    joined = torch.cat(squares) if squares else torch.zeros(0, dtype=torch.float64)
     mean = float(joined.mean()) if joined.numel() else 0.0
     return math.inf if mean == 0.0 else max(1.0, 1.0 / mean)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardproof.topology import Topology
 
 from .candidate import comparable
-from .diagnosis import fit_scale, scale_hint
+from .diagnosis import fit_scale, row_hints, scale_hint
 from .pieces import CoverageError, Files, arrange, ensembles, free_axes, place_along
 from .records import Measured, Outcome, Record, Verdict
 from .reference import Store, describe, stored_shape
 from .replicas import find_difference
-from .results import Result, put_together
+from .results import Result, is_wrong, put_together
 
 
 @dataclass
@@ -44,9 +45,17 @@ class Judge:
         self._topology = topology
         self._sealed = sealed
 
-    def cases(self) -> list[Case]:
-        """All observations: the reference's in its order, then those it does not know."""
-        found: dict[str, dict[int, list[Record]]] = {name: {} for name in self._store.measured}
+    def cases(self, *, owner: int) -> list[Case]:
+        """The observations that ``owner`` judges: every n-th of n ranks.
+
+        All are the reference's in its order, then those that it does not know.
+
+        Raises:
+            TypeError: ``sealed`` does not hold records.
+        """
+        found: dict[str, dict[int, list[Mapping[str, Any]]]] = {
+            name: {} for name in self._store.measured
+        }
         for rank, one in enumerate(self._sealed):
             records = one["records"]
             if not isinstance(records, list):
@@ -54,11 +63,16 @@ class Judge:
                     f"expected the sealed records of rank {rank} to be a list, got {records!r}"
                 )
             for content in records:
-                record = Record.of(content)
-                found.setdefault(record.name, {}).setdefault(rank, []).append(record)
+                found.setdefault(content["name"], {}).setdefault(rank, []).append(content)
         return [
-            Case(index, name, self._store.measured.get(name), records)
-            for index, (name, records) in enumerate(found.items())
+            Case(
+                index,
+                name,
+                self._store.measured.get(name),
+                {rank: [Record.of(one) for one in listed] for rank, listed in contents.items()},
+            )
+            for index, (name, contents) in enumerate(found.items())
+            if index % self._topology.world_size == owner
         ]
 
     def verdict(self, case: Case) -> Verdict:
@@ -86,7 +100,8 @@ class Judge:
         if entry is None:
             return
         verdict.source = verdict.source or entry.source
-        exact = entry.kind in ("tensor", "scalar") and (entry.exact or not entry.floating)
+        stated = entry.exact or any(one[0].exact for one in case.records.values())
+        exact = entry.kind in ("tensor", "scalar") and (stated or not entry.floating)
         verdict.value = "exact" if exact else entry.kind
         verdict.dtype, verdict.shape, verdict.numel = entry.dtype, entry.shape, entry.numel
         verdict.gate, verdict.row_gate = entry.gate, entry.row_gate
@@ -94,6 +109,9 @@ class Judge:
 
     def _fail(self, verdict: Verdict, outcome: Outcome, message: str, *, rank: int = -1) -> bool:
         verdict.outcome, verdict.message = outcome, message
+        if outcome not in ("vacuous", "replicas differ") and verdict.ratio == 0.0:
+            # Nothing was measured: no ratio would be small enough.
+            verdict.ratio = verdict.row_ratio = math.inf
         if rank >= 0:
             at = self._topology.coordinates(rank)
             sizes = self._topology.sizes
@@ -226,48 +244,34 @@ class Judge:
                 )
             if entry.kind in ("tensor", "scalar") and record.status == "bare":
                 verdict.details["hints"] = self._shape_hints(case, entry)
-                return self._fail(
-                    verdict,
-                    "diverged",
-                    f"another shape: expected {self._expected_shape(record, expected)}, "
-                    f"got {actual}",
-                    rank=rank,
+                text = record.problem or (
+                    f"another shape: expected {_expected_shape(record, expected)}, got {actual}"
                 )
+                return self._fail(verdict, "diverged", text, rank=rank)
         return True
 
-    def _expected_shape(self, record: Record, expected: str) -> str:
-        if record.by_rows:
-            return f"{record.positions} rows below the end of {expected}"
-        if record.shard:
-            return f"a slice {dict(record.shard)} of {expected}"
-        return expected
-
     def _shape_hints(self, case: Case, entry: Measured) -> list[str]:
-        full = entry.shape
-        for axis in self._topology.axes:
+        """What sizes along one axis say of a wrong shape."""
+        full, anyone = entry.shape, next(iter(case.held))
+        parts: dict[tuple[int, str], list[str]] = {}
+        for axis in sorted(self._topology.axes, key=lambda axis: axis.name != "cp"):
             size = self._topology.sizes[axis.name]
-            peers = self._topology.peers(next(iter(case.held)), axis.name)
+            peers = self._topology.peers(anyone, axis.name)
             shapes = [case.held[peer].shape for peer in peers if peer in case.held]
-            if size == 1 or any(len(shape) != len(full) for shape in shapes):
+            if size == 1 or len(shapes) < size or any(len(s) != len(full) for s in shapes):
                 continue
             for dim, whole in enumerate(full):
                 sizes = [shape[dim] for shape in shapes]
-                total = " + ".join(map(str, sizes))
-                local = "rank-local rows returned" if dim == 0 else "rank-local slice returned"
-                if sum(sizes) == whole and len(sizes) == size:
-                    remedy = "rows=positions" if dim == 0 else f"shard={{'{axis.name}': {dim}}}"
-                    text = (
-                        f"{local}: the ranks along {axis.name} hold {total} of {whole} in "
-                        f"dimension {dim}; gather them in source order, or say {remedy}"
-                    )
-                    return [text]
-                if all(one == whole * size for one in sizes):
+                if sum(sizes) == whole:
+                    listed = " + ".join(map(str, sizes))
+                    parts.setdefault((dim, listed), []).append(axis.name)
+                elif all(one == whole * size for one in sizes):
                     text = (
                         f"dimension {dim} is {size} times as long as expected: gathered over "
                         f"{axis.name} although every rank held the whole"
                     )
                     return [text]
-        return []
+        return [_local_hint(dim, listed, full[dim], axes) for (dim, listed), axes in parts.items()]
 
     def _numbers(self, verdict: Verdict, case: Case) -> bool:
         entry = case.entry
@@ -284,6 +288,7 @@ class Judge:
         ]
         worst = max(results, key=lambda result: result.severity)
         if not self._judge(verdict, worst, entry):
+            self._name_ranks(verdict, case, entry)
             return False
         for region in regions:
             for ranks in region.holders.values():
@@ -297,11 +302,12 @@ class Judge:
 
     def _judge(self, verdict: Verdict, result: Result, entry: Measured) -> bool:
         stats = result.stats
-        exact = verdict.value == "exact" or entry.exact
+        exact = verdict.value == "exact"
         verdict.ratio, verdict.row_ratio = result.ratio, stats.row_ratio
         if exact:
             verdict.ratio = verdict.row_ratio = math.inf if stats.unequal else 0.0
         if stats.nan:
+            verdict.ratio = verdict.row_ratio = math.inf
             message = f"{stats.nan} of {entry.numel} numbers are NaN"
         elif stats.infinite:
             message = (
@@ -325,7 +331,7 @@ class Judge:
 
     def _evidence(self, result: Result, entry: Measured) -> dict[str, object]:
         stats = result.stats
-        found: dict[str, object] = {"hints": list(dict.fromkeys(stats.hints))}
+        found: dict[str, object] = {"hints": row_hints(stats.zero_rows, stats.moved_rows)}
         if stats.sample is not None:
             found |= {
                 "row": stats.sample.row,
@@ -345,6 +351,18 @@ class Judge:
                 "alpha_hint": scale_hint(scale, self._topology),
             }
         return found
+
+    def _name_ranks(self, verdict: Verdict, case: Case, entry: Measured) -> None:
+        """Say which ranks are wrong where others that were compared are right."""
+        stats = {
+            rank: record.stats for rank, record in case.held.items() if record.stats is not None
+        }
+        wrong = [rank for rank, found in stats.items() if is_wrong(found, entry)]
+        right = [rank for rank in stats if rank not in wrong]
+        if wrong and right:
+            hints = verdict.details.setdefault("hints", [])
+            if isinstance(hints, list):
+                hints.append(f"wrong on {self._places(wrong)}; right on {self._places(right)}")
 
     def _vacuous(self, verdict: Verdict, case: Case) -> bool:
         if case.entry is None or not case.entry.vacuous:
@@ -379,3 +397,20 @@ def _kind(record: Record) -> str:
 
 def _word(value: object) -> str:
     return "nothing" if value in ({}, [], "") else str(value)
+
+
+def _expected_shape(record: Record, expected: str) -> str:
+    if record.by_rows:
+        return f"{record.positions} rows of {expected}"
+    if record.shard:
+        return f"a slice {dict(record.shard)} of {expected}"
+    return expected
+
+
+def _local_hint(dim: int, listed: str, whole: int, axes: Sequence[str]) -> str:
+    what = "rows" if dim == 0 else "slice"
+    remedy = "rows=positions" if dim == 0 else f"shard={{'{axes[0]}': {dim}}}"
+    return (
+        f"rank-local {what} returned: the ranks along {' or '.join(axes)} hold {listed} of {whole} "
+        f"in dimension {dim}; gather them in source order, or say {remedy}"
+    )

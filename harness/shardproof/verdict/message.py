@@ -84,7 +84,10 @@ def render(verdicts: Sequence[Mapping[str, Any]], *, reproduce: str, topology: T
 
 
 def _line(verdict: Mapping[str, Any]) -> str:
-    return f"{verdict['name']}: {verdict['outcome']}: {verdict['message']}"
+    name = str(verdict["name"])
+    return (
+        f"{name if name.isprintable() else repr(name)}: {verdict['outcome']}: {verdict['message']}"
+    )
 
 
 def _block(verdict: Mapping[str, Any], topology: Topology) -> list[str]:
@@ -96,7 +99,8 @@ def _block(verdict: Mapping[str, Any], topology: Topology) -> list[str]:
     lines = [_line(verdict), f"on {topology.name}, {where}"]
     if "expected" in details:
         lines.append(f"expected {details['expected']}, got {details['actual']}")
-    if verdict["outcome"] in ("diverged", "vacuous") and verdict["gate"]:
+    measured = verdict["outcome"] == "diverged" and "explained" in details
+    if verdict["gate"] and (measured or verdict["outcome"] == "vacuous"):
         lines.append(
             f"ratio {_number(verdict['ratio'])} (gate {_number(verdict['gate'])}), worst row "
             f"{_number(verdict['row_ratio'])} (gate {_number(verdict['row_gate'])}); norm "

@@ -159,8 +159,10 @@ def _bounds(
             ends.append(ends[-1] + found[at][0])
         if ends[-1] != full[dim]:
             listed = " + ".join(str(found[at][0]) for at in range(counts[dim]))
+            whole = all(size == full[dim] for size, _ in found.values())
             raise CoverageError(
-                f"slices of dimension {dim} add up to {listed} = {ends[-1]}, expected {full[dim]}",
+                f"slices of dimension {dim} add up to {listed} = {ends[-1]}, expected {full[dim]}"
+                + (": every rank gave the whole, so it is not sharded" if whole else ""),
                 rank=found[0][1],
             )
         starts[dim] = ends

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -196,11 +198,12 @@ class Recorder:
             )
         with _quiet():
             judge = Judge(self._store, Files(self._cell_dir), self._topology, ordered)
-            return [
-                plain(judge.verdict(case))
-                for case in judge.cases()
-                if case.index % self._topology.world_size == self._rank
-            ]
+            return [plain(judge.verdict(case)) for case in judge.cases(owner=self._rank)]
+
+    @property
+    def judging(self) -> bool:
+        """Whether this process is under test, and not on the side of the reference."""
+        return self._role == "candidate"
 
     def _check_open(self) -> None:
         if self._sealed is not None:
@@ -303,7 +306,7 @@ def _quiet() -> Iterator[None]:
         torch._C.DisableTorchFunction(),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else _nothing(),
+        torch.autocast("cuda", enabled=False) if torch.cuda.is_initialized() else _nothing(),
     ):
         yield
 
@@ -348,12 +351,17 @@ def _joined(given: Placement, own: Placement, *, local: bool) -> Placement:
 def _reason(error: Exception) -> str:
     if isinstance(error, BadValueError | PlacementError):
         return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return (
+            "no room in shared memory for this value: give /dev/shm more, observe less, or run "
+            "fewer topologies at a time"
+        )
     return f"{type(error).__name__} while the value was read: {error}"
 
 
 def caller() -> str:
-    """File and line of the nearest caller outside this package, relative to where we run."""
-    here = str(Path(__file__).parent)
+    """File and line of the nearest caller outside shardproof, relative to where we run."""
+    here = f"{Path(__file__).parents[1]}{os.sep}"
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         frame = frame.f_back

@@ -68,7 +68,9 @@ class Stats:
     """A comparison of one rank's numbers, or of a sum of several, with their part of the reference.
 
     Sums run over the numbers that are finite on both sides. ``row_ratio`` is the worst of the rows
-    held here as a whole; where rows are cut (``rows_cut``) the owner adds them up.
+    held here as a whole; where rows are cut (``rows_cut``) the owner adds them up. Of the failing
+    rows a few are looked at: ``zero_rows`` are zero though the reference's are not, ``moved_rows``
+    hold another row of the reference (position, position of what it holds).
     """
 
     error_sq: float = 0.0
@@ -82,7 +84,8 @@ class Stats:
     worst_row: int = -1
     failing: int = 0
     failing_rows: list[int] = dataclasses.field(default_factory=list)
-    hints: list[str] = dataclasses.field(default_factory=list)
+    zero_rows: list[int] = dataclasses.field(default_factory=list)
+    moved_rows: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     sample: Sample | None = None
     rows_cut: bool = False
 
@@ -94,6 +97,7 @@ class Stats:
             values[name] = float(values[name])
         if values["sample"] is not None:
             values["sample"] = Sample.of(values["sample"])
+        values["moved_rows"] = [(row, held) for row, held in values["moved_rows"]]
         return cls(**values)
 
 

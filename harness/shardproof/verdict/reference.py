@@ -102,7 +102,7 @@ def reference_needs(reference_dir: Path) -> int:
         StoreError: the reference run did not finish.
     """
     entries = read_reference(reference_dir)
-    noisy = [entry for entry in entries if entry.floating and not entry.exact and entry.numel]
+    noisy = [entry for entry in entries if _noisy(entry)]
     if not noisy:
         return 0
     if any(entry.numel < SMALL for entry in noisy):
@@ -110,10 +110,15 @@ def reference_needs(reference_dir: Path) -> int:
     runs = _noise_runs(reference_dir)
     if len(runs) >= 2:
         for entry in noisy:
-            found = [run.sketch(entry.name) for run in runs if entry.name in run.entries]
+            found = [run.sketch(entry.name) for run in runs if run.measured(entry)]
             if len(found) >= 2 and freedom(found) < UNSURE:
                 return MANY_RUNS
     return FEW_RUNS
+
+
+def _noisy(entry: Measured) -> bool:
+    """Whether it is compared by a floor."""
+    return entry.floating and not entry.exact and entry.numel > 0
 
 
 def finish_reference(reference_dir: Path, *, noise_runs: int) -> dict[str, object]:
@@ -127,6 +132,7 @@ def finish_reference(reference_dir: Path, *, noise_runs: int) -> dict[str, objec
 
     Raises:
         StoreError: a run's files are missing, or there are fewer noise runs than ``noise_runs``.
+        ValueError: fewer than three noise runs for floating values.
     """
     index = _index(reference_dir, "reference")
     entries = [Measured.of(content) for content in index["entries"]]
@@ -147,6 +153,11 @@ def finish_reference(reference_dir: Path, *, noise_runs: int) -> dict[str, objec
         raise StoreError(
             f"expected {noise_runs} noise runs in {reference_dir}, found {len(runs)}: "
             f"{', '.join(run.label for run in runs) or 'none'}"
+        )
+    if noise_runs < FEW_RUNS and any(map(_noisy, entries)):
+        raise ValueError(
+            f"expected at least {FEW_RUNS} noise runs, since floating values are observed, got "
+            f"{noise_runs}: a floor of fewer gives no gate"
         )
     for run in runs:
         failures += run.failures(entries, digests)

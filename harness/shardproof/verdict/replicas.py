@@ -11,7 +11,6 @@ from .blocks import blocks
 from .compare import show
 from .pieces import Files
 from .records import Record
-from .values import real_dtype
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -63,8 +62,7 @@ def _measure(one: int, other: int, held: Mapping[int, Record], files: Files) -> 
     headline = f"replicas differ by {amount} in {count} of {mine.numel()} elements"
     if pair is None:
         return Difference(one, other, "replicas differ in bits")
-    dtype = real_dtype(held[one].dtype)
-    texts = [show(part.double() if floating else part, dtype)[0] for part in pair]
+    texts = [show(part.double() if floating else part, 17)[0] for part in pair]
     row = at // max(1, mine[0].numel()) if mine.dim() else 0
     return Difference(
         one, other, headline, f"worst in row {row}: {texts[0]} on {{}}, {texts[1]} on {{}}"

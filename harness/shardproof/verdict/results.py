@@ -38,7 +38,8 @@ class Result:
         mine.unequal += stats.unequal
         mine.failing += stats.failing
         mine.failing_rows = sorted({*mine.failing_rows, *stats.failing_rows})
-        mine.hints += stats.hints
+        mine.zero_rows = sorted({*mine.zero_rows, *stats.zero_rows})
+        mine.moved_rows = sorted({*mine.moved_rows, *stats.moved_rows})
         if self.rank < 0 or severity(stats) > self._worst:
             self._worst, self.rank = severity(stats), rank
             mine.sample = stats.sample
@@ -54,6 +55,18 @@ class Result:
 def severity(stats: Stats) -> tuple[float, ...]:
     """Orders comparisons, the worst last."""
     return (stats.nan, stats.infinite, stats.unequal, stats.row_ratio, stats.error_sq)
+
+
+def is_wrong(stats: Stats, entry: Measured) -> bool:
+    """Whether one rank's numbers fail on their own, whatever the other parts of the value are."""
+    error = ratio_of(math.sqrt(stats.error_sq), max(entry.floor, entry.unit * entry.norm))
+    return bool(
+        stats.nan
+        or stats.infinite
+        or stats.unequal
+        or stats.row_ratio > entry.row_gate
+        or error > entry.gate
+    )
 
 
 def put_together(

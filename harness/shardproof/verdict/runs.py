@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +34,7 @@ class Run(Protocol):
 
 
 def in_source_order(leaf: Leaf, placed: Resolved) -> torch.Tensor | None:
-    """The whole value with its rows in source order.
+    """The whole value with its rows in source order: a copy only where they are not.
 
     Raises:
         PlacementError: one device holds all rows, and these positions are not each of them once.
@@ -49,6 +50,8 @@ def in_source_order(leaf: Leaf, placed: Resolved) -> torch.Tensor | None:
             f"on one device rows must hold each of 0 to {tensor.shape[0] - 1} once; missing, held "
             f"twice or out of range: {shown}"
         )
+    if bool((rows[1:] > rows[:-1]).all()):
+        return tensor
     whole = torch.empty_like(tensor)
     whole[rows.to(tensor.device)] = tensor
     return whole
@@ -79,7 +82,7 @@ class ReferenceRun:
             unit=self._unit if leaf.floating and not record.exact else 0.0,
         )
         if tensor is not None:
-            entry.numel = tensor.numel()
+            entry.numel = math.prod(leaf.shape)
             entry.values_at = self._writer.append(tensor)
             self._digests[record.name] = fingerprint(tensor)
         self._entries.append(entry)

@@ -114,14 +114,14 @@ def _items(value: object) -> list[tuple[object, object]] | None:
 
 
 def capture(value: object) -> Leaf:
-    """Describe one leaf; nothing is copied.
+    """Describe one leaf; a tensor is not copied.
 
     Raises:
         BadValueError: the value is of a type that cannot be compared.
     """
     if value is None:
         return Leaf("none")
-    if value == () and isinstance(value, tuple):
+    if isinstance(value, tuple) and not value:
         return Leaf("empty")
     if isinstance(value, bool | int | float | complex):
         return _number(value)
