@@ -162,37 +162,53 @@ class Comparer:
         if self._digest is not None:
             self._digest.update(actual)
         expected = widen(self._part.block(index)[0].to(actual.device))
+        bad: torch.Tensor | None = None
         if self._exact:
             bad = actual != expected
             stats.unequal += int(bad.sum())
-        else:
-            bad = torch.zeros_like(actual, dtype=torch.bool)
-        actual, expected = actual.to(torch.float64) * self._scale, expected.to(torch.float64)
-        wild = masks(actual) | masks(expected)
-        if bool(wild.any()):
-            absent = actual.isnan()
-            alike = masks(actual) & masks(expected) & (actual.sign() == expected.sign())
-            stats.nan += int(absent.sum())
-            stats.infinite += int((wild & ~alike & ~absent).sum())
-            bad |= wild & ~alike
-            actual, expected = actual.masked_fill(wild, 0.0), expected.masked_fill(wild, 0.0)
-        error_sq = (actual - expected).square()
-        if not bool(error_sq.any()):
+        actual, expected = _vector(actual), _vector(expected)
+        if self._scale != 1.0:
+            actual = actual * self._scale
+        products = _products(actual, expected)
+        # A sum of squares below HUGE² holds nothing that is not finite, nor anything huge.
+        if not (products[0] < HUGE * HUGE and products[1] < HUGE * HUGE):
+            actual, expected, wrong = self._without_masks(actual, expected)
+            bad = wrong if bad is None else bad.reshape(-1) | wrong
+            products = _products(actual, expected)
+        stats.candidate_sq += products[0]
+        stats.reference_sq += products[1]
+        stats.dot += products[2]
+        rows = index[0] if index else slice(0, 1)
+        table = (rows.stop - rows.start, -1)
+        error_sq = (actual - expected).square_()
+        errors = error_sq.view(table).sum(1)
+        total = float(errors.sum())
+        if total == 0.0:
             # The square of a tiny difference is 0, but over a floor of 0 it must not pass.
             error_sq = (actual != expected).to(torch.float64) * SMALLEST
-        stats.dot += float((actual * expected).sum())
-        stats.candidate_sq += float(actual.square().sum())
-        stats.reference_sq += float(expected.square().sum())
-        stats.error_sq += float(error_sq.sum())
-        rows = index[0] if index else slice(0, 1)
-        flat = (rows.stop - rows.start, -1)
-        errors = error_sq.masked_fill(bad, math.inf).reshape(flat).sum(1).cpu()
-        references = expected.square().reshape(flat).sum(1).cpu()
+            errors = error_sq.view(table).sum(1)
+            total = float(errors.sum())
+        stats.error_sq += total
+        if bad is not None:
+            errors = errors.masked_fill(bad.view(table).any(1), math.inf)
+        errors, references = errors.cpu(), expected.square().view(table).sum(1).cpu()
         if self._errors.numel():
             self._errors[rows] += errors
             self._references[rows] += references
         if self._whole and not self._keep:
             self._judge(rows, errors, references)
+
+    def _without_masks(
+        self, actual: torch.Tensor, expected: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Zeros for what no norm can take, counted, and where the two sides are not alike in it."""
+        wild = masks(actual) | masks(expected)
+        absent = actual.isnan()
+        alike = masks(actual) & masks(expected) & (actual.sign() == expected.sign())
+        wrong = wild & ~alike
+        self.stats.nan += int(absent.sum())
+        self.stats.infinite += int((wrong & ~absent).sum())
+        return actual.masked_fill(wild, 0.0), expected.masked_fill(wild, 0.0), wrong
 
     def _judge(self, rows: slice, errors: torch.Tensor, references: torch.Tensor) -> None:
         stats, positions = self.stats, self._part.rows(rows)
@@ -207,6 +223,19 @@ class Comparer:
         room = MOST_ROWS - len(stats.failing_rows)
         stats.failing_rows += positions[failing[:room]].tolist()
         self.failing += (failing[:room] + rows.start).tolist()
+
+
+def _vector(block: torch.Tensor) -> torch.Tensor:
+    return block.to(torch.float64).reshape(-1)
+
+
+def _products(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float, float]:
+    """Inner products: of the candidate, of the reference, of both."""
+    return (
+        float(torch.dot(actual, actual)),
+        float(torch.dot(expected, expected)),
+        float(torch.dot(actual, expected)),
+    )
 
 
 def masks(block: torch.Tensor) -> torch.Tensor:
