@@ -22,6 +22,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "harness"))
 
 import torch
+
 from shardproof.noise import NoiseMode
 
 TIME_LIMIT: Final = 4.0

@@ -107,7 +107,7 @@ def attention(
     wide = _wide(query.dtype)
     keys, values = key.flatten(0, 1).to(wide), value.flatten(0, 1).to(wide)
     # The memory layout of the kernel's own results: callers may rely on it for views.
-    output = query.new_empty((batch, rows, count, value.shape[-1])).transpose(1, 2)
+    output = torch.empty_like(query)
     sums_log = query.new_empty((batch, rows, count), dtype=wide).transpose(1, 2)
     for block in heads.blocks():
         scores = heads.scores(noise, query, keys, block)
@@ -140,7 +140,8 @@ def attention_backward(
     heads = _Heads(query, key, is_causal, attn_mask, scale)
     wide = _wide(query.dtype)
     keys, values = key.flatten(0, 1).to(wide), value.flatten(0, 1).to(wide)
-    grad_query = torch.empty_like(query)
+    batch, count, rows, depth = query.shape
+    grad_query = query.new_empty((batch, rows, count, depth)).transpose(1, 2)
     grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
     for block in heads.blocks():
         grad = heads.part(grad_out, block)

@@ -209,7 +209,7 @@ class NoiseMode(TorchDispatchMode):
         for value in outputs:
             REGISTRY.mark_tainted(value)
         if known.kind not in (Kind.EXACT, Kind.RANDOM):
-            self._watch.see(str(func), tainted, outputs)
+            self._watch.see(func, tainted, outputs)
 
 
 def _foreign(kind: type) -> bool:
@@ -260,6 +260,8 @@ def _results(
     steady: bool,
 ) -> list[Tensor]:
     """What the call made or wrote, once each; ``steady`` counts unperturbed arguments too."""
+    if not known.writes and not known.outs and not clean:
+        return tensors(result)
     found: list[Tensor] = []
     written = known.written(args, kwargs)
     for name, item in written:

@@ -17,6 +17,9 @@ from .pool import coarser
 _TORCH: Final = str(Path(torch.__file__).parent) + os.sep
 _SELF: Final = str(Path(__file__).parent.parent) + os.sep
 _ENGINE: Final = str(Path(torch.autograd.graph.__file__))
+_BELOW_FLOAT64: Final = frozenset({torch.float32, torch.float16, torch.bfloat16}) | {
+    dtype for name in dir(torch) if name.startswith("float8") and (dtype := getattr(torch, name))
+}
 BACKWARD: Final = "backward"
 """The site of an operation that the autograd engine runs itself."""
 
@@ -75,17 +78,17 @@ class PrecisionWatch:
         """Operations computed below the expected dtype from the start, in the order first seen."""
         return [Fall(*key, count) for key, count in self._lower.items()]
 
-    def see(self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def see(self, op: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Look at one operation: its tainted inputs, and what it returned or wrote."""
-        coarse = [out for out in outputs if out.is_floating_point() and _below(out.dtype)]
+        coarse = [out for out in outputs if out.dtype in _BELOW_FLOAT64]
         if not coarse:
             return
         source = _finest(inputs)
         for out in coarse:
             if source is torch.float64:
-                self._record(self._fallen, op, source, out.dtype)
+                self._record(self._fallen, str(op), source, out.dtype)
             elif self._expected is not None and coarser(out.dtype, self._expected):
-                self._record(self._lower, op, source or out.dtype, out.dtype)
+                self._record(self._lower, str(op), source or out.dtype, out.dtype)
 
     @staticmethod
     def _record(
@@ -96,10 +99,6 @@ class PrecisionWatch:
     ) -> None:
         key = (op, _short(source), _short(target), call_site())
         into[key] = into.get(key, 0) + 1
-
-
-def _below(dtype: torch.dtype) -> bool:
-    return dtype is not torch.float64
 
 
 def _short(dtype: torch.dtype) -> str:

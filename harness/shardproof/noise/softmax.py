@@ -25,8 +25,9 @@ def _rows(value: Tensor, dim: int) -> Tensor:
 
 
 def _shaped(rows: Tensor, like: Tensor, dim: int) -> Tensor:
+    """[N, K] -> the shape of ``like``, contiguous as the kernels' results are."""
     moved = like.movedim(dim, -1)
-    return rows.view(moved.shape).movedim(-1, dim)
+    return rows.view(moved.shape).movedim(-1, dim).contiguous()
 
 
 def _trivial(value: Tensor) -> bool:
