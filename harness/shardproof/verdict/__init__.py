@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from .finish import finish_reference, reference_needs
 from .message import failed, merge, outcome, render
 from .placement import Placement, PlacementError, placement_of
 from .recorder import Recorder, Role
-from .reference import finish_reference, reference_needs
 from .store import StoreError
 
 __all__ = [
