@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH
 
 .DEFAULT_GOAL := parity
-.PHONY: parity test lint format types lock lock-check wheel benchmark setup clean
+.PHONY: parity test lint style types format lock lock-check wheel benchmark setup clean
 
 parity: setup ## the parity cases, on every topology that they name
 	$(BIN)/pytest cases -m "not native" $(ARGS)
@@ -26,9 +26,13 @@ parity: setup ## the parity cases, on every topology that they name
 test: setup ## the project's own tests
 	$(BIN)/pytest $(TESTED) -m "not native" $(ARGS)
 
-lint: setup ## style, format and types
+lint: style types ## style, format and types
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy $(CHECKED) $(PROGRAMS)
 
 format: setup ## mend style and format where a machine can
