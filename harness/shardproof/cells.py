@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 
-from shardproof.options import SETTINGS, Settings
+from shardproof.options import DTYPES, SETTINGS, Settings
 from shardproof.topology import Topology, TopologyError, parse_topology
 
 MARKER = "parity"
@@ -21,12 +21,13 @@ PAYLOAD = "shardproof"
 """Attribute of a test report that carries the result of its cell."""
 MARKER_HELP = (
     "parity(*topologies, timeout=None, requires=(), megatron=False, multiple_of={}, divisor_of={},"
-    " full_precision=False):"
+    " full_precision=False, dtype=None):"
     " run the test as a parity case, once as the single-device reference and once on the ranks of"
     " each topology. timeout: seconds for one topology. requires: distributions that must be"
     " installed, such as 'transformers>=5'. megatron: set up megatron-core's parallel state."
     " multiple_of/divisor_of: what the size of an axis must be when it is above 1, such as"
     " multiple_of={'cp': 2}. full_precision: fail where a float64 reference computes in less."
+    " dtype: in place of --parity-dtype, for a case that is about one dtype."
 )
 
 
@@ -44,6 +45,7 @@ class CaseOptions:
     multiple_of: Mapping[str, int] | None = None
     divisor_of: Mapping[str, int] | None = None
     full_precision: bool = False
+    dtype: str | None = None
 
     def missing(self) -> str | None:
         """What is not installed of what the case needs, or None."""
@@ -146,6 +148,10 @@ def read_options(item: pytest.Item) -> CaseOptions:
     seconds: Any = options.timeout
     if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
         raise CaseError(f"parity marker: timeout must be seconds above 0, got {seconds!r}")
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise CaseError(
+            f"parity marker: dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}"
+        )
     _check_sizes(item.config.stash[SETTINGS], "multiple_of", options.multiple_of)
     _check_sizes(item.config.stash[SETTINGS], "divisor_of", options.divisor_of)
     return options

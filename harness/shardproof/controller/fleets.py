@@ -47,6 +47,7 @@ class FleetPool:
         self._fleets: dict[str, Fleet] = {}
         self._made = 0
         self._directories = 0
+        self._stores = 0
         self._run_id = uuid.uuid4().hex
         self.files: list[str] = []
 
@@ -135,6 +136,12 @@ class FleetPool:
         path = self.scratch / f"{self._directories:06d}-{safe}"
         path.mkdir(mode=0o700)
         return path
+
+    def new_store(self, fleet: Fleet) -> str:
+        """A rendezvous file for new groups; it lasts as the fleet does, since groups that are kept
+        go on using it."""
+        self._stores += 1
+        return str(fleet.directory / f"store-{self._stores}")
 
     def tmp_path(self, name: str) -> Path:
         """A new directory for the ``tmp_path`` of one cell, kept as pytest keeps its own."""

@@ -179,8 +179,8 @@ class Controller:
             cell_dir=str(cell_dir),
             case_dir=str(reference.case_dir),
             tmp_path=str(self._pool.tmp_path(item.name)),
-            store=str(cell_dir / "store"),
-            dtype=self._settings.dtype,
+            store=self._pool.new_store(fleet),
+            dtype=case.options.dtype or self._settings.dtype,
             seed=self._settings.seed,
             megatron=case.options.megatron,
             new_groups=new_groups,
@@ -226,7 +226,7 @@ class Controller:
                 # item needs others.
                 next_nodeid=item.nodeid,
                 topology="single",
-                dtype=self._settings.dtype,
+                dtype=case.options.dtype or self._settings.dtype,
                 seed=self._settings.seed,
                 megatron=case.options.megatron,
                 new_groups=False,
@@ -327,6 +327,7 @@ class Controller:
             "case": case.case,
             "topology": case.cell.label,
             "outcome": outcome,
+            "dtype": case.options.dtype or self._settings.dtype,
             "seconds": round(drive.seconds, 4) if drive else 0.0,
             "observations": [_public(verdict) for verdict in (drive and drive.verdicts) or []],
         }

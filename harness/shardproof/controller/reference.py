@@ -49,16 +49,17 @@ def make_reference(
 
     def start(label: str, role: str, noise: int) -> Drive:
         cell_dir = pool.directory(f"{role}-{noise}")
+        fleet = pool.get(label, 1)
         run = make_run(
             role=role,
             noise=noise,
             tmp_path=str(pool.tmp_path(f"{name}-{role}")),
-            store=str(cell_dir / "store"),
+            store=pool.new_store(fleet),
             reference_dir=str(reference.directory),
             cell_dir=str(cell_dir),
             case_dir=str(reference.case_dir),
         )
-        return Drive(pool.get(label, 1), run, limit=limit, reproduce="")
+        return Drive(fleet, run, limit=limit, reproduce="")
 
     labels = [f"reference{number}" for number in range(_width())]
     try:

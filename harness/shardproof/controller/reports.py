@@ -68,12 +68,12 @@ def cell_reports(item: pytest.Item, drive: Drive, ending: Ending, footer: str) -
     phase = _failing_phase(drive, ending)
     reports = []
     for when in _PHASES:
-        if when == "teardown":
+        if when == phase:
+            reports.append(_failure(item, drive, ending, when, footer))
+        elif when == "teardown":
             reports.append(_teardown(item, drive))
         elif phase is None or _PHASES.index(when) < _PHASES.index(phase):
             reports.append(_merged(item, drive, when))
-        elif when == phase:
-            reports.append(_failure(item, drive, ending, when, footer))
     return [report for report in reports if report is not None]
 
 

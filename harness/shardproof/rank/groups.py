@@ -72,7 +72,7 @@ class RankGroups:
                 timeout=_NEVER,
             )
             self.world = cast("ProcessGroup", dist.group.WORLD)
-            self.own = self.world if self.size == 1 else _subgroup([self.rank])
+            self.own = self.world if self.size == 1 else _alone(self.rank)
         if topology.name not in self.topologies:
             self.topologies[topology.name] = self._make(topology)
         groups = self.topologies[topology.name]
@@ -92,9 +92,12 @@ class RankGroups:
             if topology.sizes[axis.name] == 1:
                 by_axis[axis.name] = cast("ProcessGroup", self.own)
                 continue
+            # Every rank makes every group, in one order: the names that torch gives to groups which
+            # their members make alone depend on how many groups each of them is in already.
             for members in topology.groups(axis.name):
+                group = dist.new_group(list(members))
                 if self.rank in members:
-                    by_axis[axis.name] = _subgroup(list(members))
+                    by_axis[axis.name] = cast("ProcessGroup", group)
         shape, names = topology.mesh_layout()
         ranks = torch.arange(topology.world_size, dtype=torch.int).view(shape)
         mesh = DeviceMesh.from_group(
@@ -151,10 +154,9 @@ def same_counts(reports: Sequence[Mapping[str, Any]]) -> bool:
     return True
 
 
-def _subgroup(members: list[int]) -> ProcessGroup:
-    """A group of ``members`` that only they take part in making."""
-    group = dist.new_group(members, use_local_synchronization=True)
-    return cast("ProcessGroup", group)
+def _alone(rank: int) -> ProcessGroup:
+    """The group of one rank, for every axis of size 1; no other rank takes part in making it."""
+    return cast("ProcessGroup", dist.new_group([rank], use_local_synchronization=True))
 
 
 def _watch_point_to_point() -> None:

@@ -1,0 +1,63 @@
+"""The trainer under test and its oracle, behind one fixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from shardproof import Rank
+    from subjects.protocol import Trainer
+
+BuildTrainer = Callable[..., "Trainer"]
+
+
+@pytest.fixture(params=["none", "full"])
+def sharing(request: pytest.FixtureRequest) -> str:
+    """Whether prefixes that documents share are computed once."""
+    return str(request.param)
+
+
+@pytest.fixture
+def checkpoint(rank: Rank) -> Callable[..., Path]:
+    """Writes a checkpoint once for a case: the reference does, ranks find it there."""
+    from oracles import checkpoints
+
+    def write(kind: str = "tiny", **options: object) -> Path:
+        directory = rank.case_dir / f"{kind}-checkpoint"
+        if not (directory / "config.json").exists():
+            getattr(checkpoints, f"{kind}_checkpoint")(directory, **options)
+        return directory
+
+    return write
+
+
+@pytest.fixture
+def build(rank: Rank, checkpoint: Callable[..., Path]) -> BuildTrainer:
+    """Builds the oracle on the reference and the trainer on ranks, from one checkpoint.
+
+    ``of`` names the checkpoint, ``options`` go to its writer.
+    """
+
+    def make(
+        *, sharing: str = "none", plan: object = "uneven", of: str = "tiny", **options: object
+    ) -> Trainer:
+        directory = checkpoint(of, **options)
+        if rank.is_reference:
+            from oracles.transformers_oracle import TransformersTrainer
+
+            return TransformersTrainer(directory, rank)
+        from subjects.trainer import TrainerRank
+
+        return TrainerRank.build(directory, rank, sharing=sharing, plan=plan)
+
+    return make
+
+
+@pytest.fixture
+def trainer(build: BuildTrainer, sharing: str) -> Trainer:
+    """The tiny model, with and without shared prefixes."""
+    return build(sharing=sharing)

@@ -1,0 +1,96 @@
+"""Documents, targets and goals of the cases: odd unequal lengths, shared prefixes, masks.
+
+Everything depends on the seed of the run and on names alone, so every rank of every topology and
+the reference have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardproof import Rank
+from subjects.types import IGNORED, ForwardInput
+
+TOPOLOGIES = ("cp2", "cp4", "dp2xcp2", "tp2xcp2")
+VOCABULARY = 131
+
+
+@dataclass(frozen=True)
+class Request:
+    """One batch: its name, its documents, and what a case reads from its outputs.
+
+    ``targets`` are [T], -100 at some positions; ``mask`` [T - 1] chooses rows of
+    ``hidden_states[1:]``; ``goals`` [T, 3] are what the probe is to read.
+    """
+
+    name: str
+    documents: tuple[Tensor, ...]
+    targets: Tensor
+    mask: Tensor
+    goals: Tensor
+
+    @property
+    def length(self) -> int:
+        """Source positions T."""
+        return sum(map(len, self.documents))
+
+    def ask(self, *, target_tokens: Tensor | None = None, **wanted: object) -> ForwardInput:
+        """The forward of these documents."""
+        return ForwardInput(list(self.documents), target_tokens, **wanted)  # type: ignore[arg-type]
+
+    def by_document(self, rows: Tensor) -> list[Tensor]:
+        """Rows [T, ...] document by document."""
+        return list(rows.split([len(document) for document in self.documents]))
+
+
+def make_request(rank: Rank, name: str, lengths: Sequence[tuple[int, int]]) -> Request:
+    """Documents of (shared, own) tokens: each begins with that much of one common prefix."""
+    generator = rank.generator(f"request/{name}")
+    prefix = _tokens(max(shared for shared, _ in lengths), generator)
+    documents = tuple(
+        torch.cat([prefix[:shared], _tokens(own, generator)]) for shared, own in lengths
+    )
+    total = sum(map(len, documents))
+    targets = _tokens(total, generator)
+    targets[torch.rand(total, generator=generator) < 0.3] = IGNORED
+    return Request(
+        name,
+        documents,
+        targets,
+        torch.rand(total - 1, generator=generator) < 0.4,
+        torch.randn(total, 3, generator=generator, dtype=rank.dtype),
+    )
+
+
+def requests(rank: Rank) -> list[Request]:
+    """Three batches of different sizes, so that data-parallel ranks have unequal work.
+
+    In each, at least two documents straddle the shards of every plan, and prefixes branch at
+    two depths.
+    """
+    return [
+        make_request(rank, "first", [(11, 6), (11, 14), (5, 8), (0, 17)]),
+        make_request(rank, "second", [(7, 12), (7, 4), (3, 20)]),
+        make_request(rank, "third", [(0, 23), (9, 2), (9, 11)]),
+    ]
+
+
+def multi_targets(rank: Rank, request: Request) -> Tensor:
+    """Three targets for each position [T, 3], some of them -100, also single ones of a row."""
+    generator = rank.generator(f"multi/{request.name}")
+    targets = _tokens(3 * request.length, generator).view(request.length, 3)
+    targets[torch.rand(request.length, 3, generator=generator) < 0.3] = IGNORED
+    return targets
+
+
+def probe_weight(rank: Rank) -> Tensor:
+    """A probe [hidden 40, 3]."""
+    return torch.randn(40, 3, generator=rank.generator("probe"), dtype=rank.dtype) / 6
+
+
+def _tokens(count: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, VOCABULARY, (count,), generator=generator)

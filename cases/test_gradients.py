@@ -1,0 +1,170 @@
+"""Gradients of decoder, head and probe, as one device has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.material import TOPOLOGIES, probe_weight, requests
+from oracles.analytic import probe_gradient, probe_loss
+from subjects.types import ForwardOutput
+
+if TYPE_CHECKING:
+    from cases.conftest import BuildTrainer
+    from cases.material import Request
+    from shardproof import Rank
+    from subjects.protocol import Trainer
+
+pytestmark = pytest.mark.parity(
+    *TOPOLOGIES,
+    megatron=True,
+    full_precision=True,
+    requires=["megatron-core>=0.16", "transformers>=5"],
+    divisor_of={"tp": 2},
+)
+
+
+def _logprobs(output: ForwardOutput) -> Tensor:
+    assert output.target_logprobs is not None
+    return output.target_logprobs
+
+
+def _states(output: ForwardOutput) -> Tensor:
+    assert output.hidden_states is not None
+    return output.hidden_states
+
+
+def _weights(request: Request) -> Tensor:
+    """Unequal weights of rows, so that no two rows can change places unseen."""
+    return 0.5 + request.goals[:, 0].abs()
+
+
+def test_decoder_and_head_gradients(rank: Rank, trainer: Trainer) -> None:
+    """Each row's gradient reaches its owner once, unscaled; replicated weights are summed."""
+    for request in rank.split(requests(rank)):
+        output = trainer.forward(request.ask(target_tokens=request.targets))
+        loss = -(_logprobs(output) * _weights(request)).sum()
+        rank.observe(f"{request.name}.loss", loss)
+        loss.backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_nonlinear_loss_across_items(rank: Rank, trainer: Trainer) -> None:
+    """A loss that no shard could compute: documents of a batch compete with one another."""
+    for request in rank.split(requests(rank)):
+        output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
+        scores = torch.stack([part.mean() for part in request.by_document(_logprobs(output))])
+        norms = torch.stack([part.square().mean() for part in request.by_document(_states(output))])
+        loss = (scores.softmax(0) * norms).sum() + scores.logsumexp(0)
+        rank.observe(f"{request.name}.loss", loss)
+        loss.backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_masked_readout_gradients(rank: Rank, trainer: Trainer) -> None:
+    """Backward of ``hidden_states[1:][mask]`` with a gradient that differs from row to row."""
+    for request in rank.split(requests(rank)):
+        output = trainer.forward(request.ask(hidden_states=True))
+        rows = _states(output)[1:][request.mask]
+        loss = (rows.square().mean(1) * _weights(request)[1:][request.mask]).sum()
+        rank.observe(f"{request.name}.loss", loss)
+        loss.backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_logits_gradients(rank: Rank, trainer: Trainer) -> None:
+    """Backward through logits gathered over the vocabulary and over the sequence."""
+    for request in rank.split(requests(rank)):
+        logits = trainer.forward(request.ask(logits=True)).logits
+        assert logits is not None
+        (logits.softmax(-1)[:, ::7] * _weights(request)[:, None]).square().sum().backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_top_k_value_gradients(rank: Rank, trainer: Trainer) -> None:
+    """Backward through the values of the most probable tokens, whichever shard holds them."""
+    for request in rank.split(requests(rank)):
+        top = trainer.forward(request.ask(top_k=4)).top_k
+        assert top is not None
+        (top.values.square() * _weights(request)[:, None]).sum().backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_probe_gradient(rank: Rank, trainer: Trainer) -> None:
+    """Every replica computes the whole probe gradient: averaged over CP and TP, summed over DP."""
+    probe = trainer.parameter("probe", lambda: probe_weight(rank))
+    seen = []
+    for request in rank.split(requests(rank)):
+        states = _states(trainer.forward(request.ask(hidden_states=True)))[1:][request.mask]
+        goals = request.goals[1:][request.mask]
+        probe_loss(states, probe, goals).backward()
+        seen.append((states.detach(), goals))
+    gradients = {name: gradient for name, gradient, _ in trainer.named_gradients()}
+    rank.observe("grad/probe", gradients["probe"])
+    # The formula judges both: on the reference it stands in for autograd.
+    by_formula = probe_gradient(seen, probe.detach()) if rank.is_reference else gradients["probe"]
+    rank.observe("analytic/probe", by_formula)
+    rank.observe("grad/decoder", gradients["model.layers.0.input_layernorm.weight"])
+
+
+def test_empty_shard_gradients(rank: Rank, build: BuildTrainer, sharing: str) -> None:
+    """A rank without rows takes part in every collective of the backward pass."""
+    trainer = build(sharing=sharing, plan="empty")
+    probe = trainer.parameter("probe", lambda: probe_weight(rank))
+    for request in rank.split(requests(rank)):
+        output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
+        read = probe_loss(_states(output), probe, request.goals)
+        (read - (_logprobs(output) * _weights(request)).sum()).backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_frozen_decoder(rank: Rank, trainer: Trainer) -> None:
+    """Head and probe learn; a frozen parameter has no gradient, which is not a gradient of 0."""
+    trainer.freeze("decoder")
+    probe = trainer.parameter("probe", lambda: probe_weight(rank))
+    for request in rank.split(requests(rank)):
+        output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
+        read = probe_loss(_states(output), probe, request.goals)
+        (read - (_logprobs(output) * _weights(request)).sum()).backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_frozen_head(rank: Rank, trainer: Trainer) -> None:
+    """The decoder learns through a head that does not."""
+    trainer.freeze("head")
+    for request in rank.split(requests(rank)):
+        output = trainer.forward(request.ask(target_tokens=request.targets))
+        (_logprobs(output) * _weights(request)).sum().backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_tied_embeddings(rank: Rank, build: BuildTrainer, sharing: str) -> None:
+    """One matrix at both ends: its gradient is the sum of both uses, once each."""
+    trainer = build(sharing=sharing, tied=True)
+    for request in rank.split(requests(rank)):
+        output = trainer.forward(request.ask(target_tokens=request.targets))
+        (_logprobs(output) * _weights(request)).sum().backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_gradients_accumulate(rank: Rank, trainer: Trainer) -> None:
+    """Two forwards of each batch, one of them through the states, add up before one reduction."""
+    for request in rank.split(requests(rank)):
+        first = trainer.forward(request.ask(target_tokens=request.targets))
+        (_logprobs(first) * _weights(request)).sum().backward()
+        second = trainer.forward(request.ask(hidden_states=True))
+        _states(second).square().mean().backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_gradients_after_zeroing(rank: Rank, trainer: Trainer) -> None:
+    """A second step starts from nothing: what the first one reduced is not reduced again."""
+    for step in range(2):
+        trainer.zero_gradients()
+        for request in rank.split(requests(rank)):
+            output = trainer.forward(request.ask(target_tokens=request.targets))
+            (_logprobs(output) * _weights(request) * (step + 1)).sum().backward()
+        rank.observe_gradients(trainer.named_gradients(), prefix=f"step{step}")
