@@ -80,8 +80,8 @@ class TrainerRank:
     ) -> TrainerRank:
         """Build the model for the topology of ``rank`` and load this rank's slices.
 
-        ``checkpoint_dir`` is a Qwen3 directory as ``save_pretrained`` writes it. Megatron's parallel
-        state must exist for this topology. ``plan`` is a policy of ``make_plan``.
+        ``checkpoint_dir`` is a Qwen3 directory as ``save_pretrained`` writes it. Megatron's
+        parallel state must exist for this topology. ``plan`` is a policy of ``make_plan``.
 
         Raises:
             FileNotFoundError: the directory holds no checkpoint.

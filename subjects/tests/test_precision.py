@@ -1,0 +1,43 @@
+"""In a float64 run the trainer computes nothing in a lower precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+from oracles.checkpoints import tiny_checkpoint
+from oracles.tests.watch import LowerPrecision
+from subjects.tests import scenario
+from subjects.trainer import TrainerRank, precision, rope
+
+
+def lowered(alone: Any, directory: Path) -> set[str]:
+    trainer = TrainerRank.build(tiny_checkpoint(directory), alone, sharing="full")
+    # The probe is drawn in float32 before it becomes a parameter of the run.
+    probe = trainer.parameter("probe", lambda: torch.zeros(scenario.HIDDEN, 3)).data
+    trainer.custom.clear()
+    scenario_probe = torch.randn(probe.shape, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch, LowerPrecision() as watch:
+        patch.setattr(scenario, "_probe", lambda: scenario_probe)
+        scenario.step(trainer, list(enumerate(scenario.requests())))
+        scenario.gradients(trainer)
+    sites: set[str] = watch.sites
+    return sites
+
+
+def test_nothing_falls_below_float64(alone: Any, tmp_path: Path) -> None:
+    assert lowered(alone, tmp_path) == set()
+
+
+def test_a_float32_table_would_be_seen(
+    alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope, "working_dtype", lambda _: torch.float32)
+    assert {"angles"} <= {site.split()[0] for site in lowered(alone, tmp_path)}
+    assert precision.working_dtype(torch.float64) == torch.float64

@@ -1,0 +1,132 @@
+"""The trainer's own collectives and reductions on four ranks, clean and with each fault put in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from subjects.tests import scenario, worlds
+
+# For grad = rank + 1 and value = rank + 1, what rank 0 gets.
+RULES = {
+    "dp2": (3.0, 3.0),
+    "tp2": (1.5, 1.0),
+    "cp2": (1.5, 1.0),
+    "tp2xcp2": (2.5, 1.0),
+    "dp2xcp2": (5.0, 4.0),
+}
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    """One world for all of it: starting four processes costs more than what they do."""
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("transformers")
+    from oracles.checkpoints import tiny_checkpoint
+    from oracles.transformers_oracle import TransformersTrainer
+
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoint")
+    rank = worlds.TestRank(coordinates={}, groups={})
+    oracle = TransformersTrainer(checkpoint, rank)
+    expected = scenario.step(oracle, list(enumerate(scenario.requests())))
+    expected |= {f"grad {n}": value for n, (value, _) in scenario.gradients(oracle).items()}
+    torch.save(expected, tmp_path / "expected")
+    worlds.spawn(body, tmp_path, ranks=4)
+
+
+def body(directory: Path) -> None:
+    rules()
+    for sizes in ([3, 0, 5, 1], [0, 0, 0, 4]):
+        exchange_and_gather(sizes)
+    expected = torch.load(directory / "expected")
+    for name in ("cp4", "dp2xcp2", "tp2xcp2"):
+        rank = worlds.make_rank(name)
+        worlds.make_parallel_state(rank)
+        trainer(directory, rank, expected)
+        faults(directory, rank, expected)
+
+
+def rules() -> None:
+    from subjects.trainer import reductions
+
+    for name, (custom, metric) in RULES.items():
+        rank = worlds.make_rank(name)
+        groups = reductions.Groups(rank.group("tp"), rank.group("cp"), rank.group("dp"))
+        size = groups.tp.size() * groups.cp.size() * groups.dp.size()
+        here = float(dist.get_rank() % size + 1)
+        gradient = reductions.reduce_probe(torch.tensor([here]), groups)
+        value = reductions.dp_reduce(here, "sum", groups, device=torch.device("cpu"))
+        if here == 1.0:
+            assert (gradient.item(), value) == (custom, metric), name
+
+
+def exchange_and_gather(sizes: list[int]) -> None:
+    """Backward is the adjoint of forward, summed over the ranks or taken once from a replica."""
+    from subjects.trainer.attention import ExchangeRows
+    from subjects.trainer.gather import GatherRows
+
+    rank, group, total = dist.get_rank(), dist.group.WORLD, sum(sizes)
+    assert group is not None
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(total, 2, dtype=torch.float64, generator=generator).split(sizes)
+    order = torch.randperm(total, generator=generator).split(sizes)
+    replicated = torch.randn(total, 2, dtype=torch.float64, generator=generator)
+
+    local = parts[rank].clone().requires_grad_()
+    everyone: Any = ExchangeRows.apply(local, tuple(sizes), rank, group)  # type: ignore[no-untyped-call]
+    assert everyone.equal(torch.cat(parts))
+    everyone.backward(replicated * (rank + 1))
+    assert local.grad is not None
+    torch.testing.assert_close(local.grad, replicated.split(sizes)[rank] * 10)
+
+    local = parts[rank].clone().requires_grad_()
+    full: Any = GatherRows.apply(local, order[rank], total, group)  # type: ignore[no-untyped-call]
+    assert full[torch.cat(order)].equal(torch.cat(parts))
+    full.backward(replicated)
+    assert local.grad is not None
+    assert local.grad.equal(replicated[order[rank]])
+
+
+def run(
+    directory: Path, rank: Any, expected: dict[str, torch.Tensor], **options: Any
+) -> dict[str, float]:
+    from subjects.trainer import TrainerRank
+
+    trainer = TrainerRank.build(directory / "checkpoint", rank, **options)
+    batches = list(enumerate(scenario.requests()))[
+        rank.coordinates["dp"] :: rank.group("dp").size()
+    ]
+    tp = rank.group("tp")
+    found = scenario.step(trainer, batches)
+    return scenario.worst(found, scenario.gradients(trainer), expected, tp=(tp.rank(), tp.size()))
+
+
+def trainer(directory: Path, rank: Any, expected: dict[str, torch.Tensor]) -> None:
+    from subjects.trainer.plan import POLICIES
+
+    for sharing in ("none", "full"):
+        for plan in POLICIES:
+            found = run(directory, rank, expected, sharing=sharing, plan=plan)
+            assert max(found.values()) < 1e-13, (sharing, plan, found)
+
+
+def faults(directory: Path, rank: Any, expected: dict[str, torch.Tensor]) -> None:
+    """Each fault moves what it should by far more than rounding, on some rank."""
+    from subjects.trainer.faults import FAULTS, inject
+
+    # Its outputs have another shape, so that no loss can be computed from them.
+    without = {"rank-local rows returned"}
+    for name, fault in FAULTS.items():
+        if name in without or (fault.axis != "any" and rank.group(fault.axis).size() == 1):
+            continue
+        with inject(name):
+            found = run(directory, rank, expected, sharing="full")
+        everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+        seen = [key for one in everyone for key, distance in one.items() if distance > 1e-3]
+        assert seen, f"{name} shows nowhere"
+    assert max(run(directory, rank, expected, sharing="full").values()) < 1e-13
