@@ -15,7 +15,6 @@ from shardproof.verdict import failed, outcome, render
 from shardproof.verdict.diagnosis import Scale, fit_scale, row_hints, scale_hint
 from shardproof.verdict.message import SHOWN_IN_SHORT
 
-
 SHIFTED = "rows are shifted by one: each holds the reference's"
 
 

@@ -21,7 +21,7 @@ from .store import Reader, StoreError, Writer, write_index
 from .vacuity import ZEROS, also_accepted
 from .values import dtype_of, real_dtype, unit_roundoff
 
-UNSURE = 2.0
+UNSURE = 1.5
 """Below this many degrees of freedom, as measured by three runs, eight are worth their time."""
 
 
