@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from .pool import coarser
 from .precision import Fall, PrecisionWatch
 from .taint import REGISTRY
 
+_COMPILER: Final = "torch._dynamo"
+
 
 class NoiseMode(TorchDispatchMode):
     """Run what is inside with other, equally valid roundings, the same ones for the same seed.
@@ -35,9 +37,17 @@ class NoiseMode(TorchDispatchMode):
     What is known of a tensor's origin belongs to the process, not to the mode: a fixture built
     under one mode is judged rightly under the next one. Work done on such a tensor while no mode
     is active is not seen; keep a mode with ``perturb=False`` active there.
+
+    Code given to ``torch.compile`` runs eagerly. With ``fullgraph=True`` this works where the
+    compiler was imported before the mode became active; otherwise torch refuses.
     """
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap the method below in one that imports the compiler, which takes seconds.
+        return False
 
     def __init__(
         self, seed: int, *, perturb: bool = True, expected: torch.dtype | None = None
@@ -57,6 +67,7 @@ class NoiseMode(TorchDispatchMode):
         self._noise = Noise(seed)
         self._watch = PrecisionWatch(expected)
         self._stances: list[AbstractContextManager[Any] | None] = []
+        self._uncompiled: Callable[..., Any] | None = None
 
     @property
     def fallen(self) -> list[Fall]:
@@ -71,7 +82,7 @@ class NoiseMode(TorchDispatchMode):
     def __enter__(self) -> Self:
         # A compiled region is one opaque kernel to a mode. torch runs it eagerly under one, except
         # that it refuses `fullgraph=True`; asked for eager it runs that too.
-        outermost = not self._stances and "torch._dynamo" in sys.modules
+        outermost = not self._stances and _COMPILER in sys.modules
         self._stances.append(torch.compiler.set_stance("force_eager") if outermost else None)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -104,12 +115,26 @@ class NoiseMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **kwargs)  # shapes alone: there is nothing to round
-        if any(_foreign(kind) for kind in types):
-            # DTensor and its like come back with their local tensors.
-            return NotImplemented
+        if _COMPILER not in sys.modules or (self._stances and self._stances[0] is not None):
+            return self._dispatch(func, types, args, kwargs or {})
+        # The compiler came while the mode was active, and may be at work on the caller's frame.
+        if self._uncompiled is None:
+            self._uncompiled = torch.compiler.disable(self._dispatch)
+        return self._uncompiled(func, types, args, kwargs or {})
+
+    def _dispatch(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        for kind in types:
+            if issubclass(kind, FakeTensor):
+                return func(*args, **kwargs)  # shapes alone: there is nothing to round
+            if kind is not Tensor and _foreign(kind):
+                # DTensor and its like come back with their local tensors.
+                return NotImplemented
         if not isinstance(func, OpOverload):
             return self._higher_order(func, args, kwargs)
         known = traits(func)
@@ -226,7 +251,7 @@ def _inputs(known: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     read = args[1:] if known.overwrites else args
     if known.kind is Kind.RANDOM:
         return []
-    found = tensors(list(read))
+    found = tensors(read)
     for name, value in kwargs.items():
         if name not in known.outs:
             found.extend(tensors(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,9 +39,9 @@ _EXACT: Final = _names(
     index index_copy index_fill index_select isfinite isinf isnan kthvalue ldexp lift lift_fresh
     lift_fresh_copy local_scalar_dense masked_fill masked_scatter masked_select max max_pool1d
     max_pool2d max_pool2d_with_indices max_pool3d
-    max_pool3d_with_indices maximum median min minimum mode mode_ movedim nan_to_num nanmedian
+    max_pool3d_with_indices maximum median min minimum mode movedim nan_to_num nanmedian
     narrow_copy neg negative nextafter nonzero pad permute_copy pixel_shuffle pixel_unshuffle
-    polar_ positive record_stream reflection_pad1d reflection_pad2d relu relu6 repeat
+    positive record_stream reflection_pad1d reflection_pad2d relu relu6 repeat
     repeat_interleave replication_pad1d replication_pad2d resize reshape_alias rot90 roll
     scatter searchsorted segment_ids select_backward select_copy select_scatter set sgn sign
     slice_backward slice_copy slice_inverse slice_scatter sort split_copy squeeze_copy stack
@@ -51,8 +50,8 @@ _EXACT: Final = _names(
     unsafe_masked_index unsqueeze_copy unsafe_split unsafe_split_with_sizes unsafe_view
     split_with_sizes_copy value_selecting_reduction_backward view_as_complex view_as_real
     view_copy where zero real imag conj conj_physical resolve_conj resolve_neg aminmax
-    nll_loss_backward_ is_same_size adaptive_max_pool2d
-    chunk_cat trilinear_ pin_memory to_sparse values indices
+    is_same_size adaptive_max_pool2d
+    chunk_cat pin_memory to_sparse to_sparse_csr to_dense sparse_mask values indices
     """
 )
 
@@ -61,7 +60,7 @@ _FACTORIES: Final = _names(
     arange bartlett_window blackman_window efficientzerotensor empty empty_like empty_permuted
     empty_strided eye full full_like hamming_window hann_window kaiser_window linspace logspace
     new_empty new_empty_strided new_full new_ones new_zeros ones ones_like range scalar_tensor
-    tril_indices triu_indices zeros zeros_like vander_ sym_constrain_range
+    tril_indices triu_indices zeros zeros_like sym_constrain_range
     """
 )
 
@@ -154,9 +153,19 @@ def base_name(name: str) -> str:
     return name.removeprefix("_foreach_").strip("_")
 
 
-@functools.cache
+_KNOWN: Final[dict[int, tuple[OpOverload, Traits]]] = {}
+
+
 def traits(op: OpOverload) -> Traits:
-    """Read the traits of an overload from its schema."""
+    """The traits of an overload, read from its schema once."""
+    # An overload hashes in Python, and this is asked for each operation of a run.
+    known = _KNOWN.get(id(op))
+    if known is None:
+        known = _KNOWN[id(op)] = (op, _read(op))
+    return known[1]
+
+
+def _read(op: OpOverload) -> Traits:
     schema = op._schema
     namespace, _, name = schema.name.partition("::")
     writes: list[tuple[int, str]] = []
@@ -228,9 +237,15 @@ def tensors(value: object) -> list[Tensor]:
     """All tensors in an argument or a result, through lists and tuples, in order."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors(item)]
-    return []
+    if not isinstance(value, list | tuple):
+        return []
+    found: list[Tensor] = []
+    for item in value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            found.extend(tensors(item))
+    return found
 
 
 def power_of_two(value: object) -> bool:

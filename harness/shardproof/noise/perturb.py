@@ -32,27 +32,29 @@ class Noise:
         Zeros, infinities and NaN stay as they are, and a finite value never becomes infinite.
         Other dtypes are left alone.
         """
-        if value.is_complex():
-            if not value.is_conj():
+        size = value.numel()
+        if value.dtype not in UNITS or size == 0:
+            if value.is_complex() and not value.is_conj():
                 self.perturb_(torch.view_as_real(value))
             return value
-        if value.dtype not in UNITS or value.numel() == 0:
-            return value
-        if value.layout is not torch.strided or value.device.type == "meta":
+        if value.layout is not torch.strided or value.is_meta:
             return value
         flat = _flat(value)
         if flat is None:
             self._perturb_strided(value)
+        elif size <= WINDOW:
+            self._perturb_window(flat)
         else:
-            for start in range(0, flat.numel(), WINDOW):
+            for start in range(0, size, WINDOW):
                 self._perturb_window(flat[start : start + WINDOW])
         return value
 
     def window(self, value: Tensor) -> Tensor:
         """Noise of the shape of ``value`` (at most WINDOW elements): a view into the pool."""
         size = value.numel()
-        start = self._random.randrange(POOL_SIZE - size + 1)
-        return pool(value.dtype, value.device)[start : start + size].view(value.shape)
+        start = int(self._random.random() * (POOL_SIZE - size + 1))
+        noise = pool(value.dtype, value.device).narrow(0, start, size)
+        return noise if value.dim() == 1 else noise.view(value.shape)
 
     def _perturb_strided(self, value: Tensor) -> None:
         sizes, strides = value.shape, value.stride()

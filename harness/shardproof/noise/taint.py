@@ -19,6 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 _SWEEP_AT: Final = 1024
 
+_WHOLE: Final = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.uint16, torch.uint32, torch.uint64}
+)
+"""Dtypes that do not round, and that break the trace of what does."""
+
 
 class _StorageSet:
     """A set of storages held weakly.
@@ -71,7 +77,7 @@ class TaintRegistry:
 
     def tainted(self, value: Tensor) -> bool:
         """Whether ``value`` depends on a parameter or a floating input."""
-        if not (value.is_floating_point() or value.is_complex()):
+        if value.dtype in _WHOLE:
             return False
         storage = storage_of(value)
         if storage is None:
@@ -92,14 +98,14 @@ class TaintRegistry:
     def mark_clean(self, value: Tensor) -> None:
         """``value`` is a fresh result that depends on no parameter and on no floating input."""
         storage = storage_of(value)
-        if storage is not None and (value.is_floating_point() or value.is_complex()):
+        if storage is not None and value.dtype not in _WHOLE:
             key = storage._cdata
             if not self._computed.has(key):
                 self._clean.add(key, storage)
 
     def mark_tainted(self, value: Tensor) -> None:
         """``value`` was computed from, or written with, something tainted."""
-        if not (value.is_floating_point() or value.is_complex()):
+        if value.dtype in _WHOLE:
             return
         storage = storage_of(value)
         if storage is None:
