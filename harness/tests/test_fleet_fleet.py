@@ -23,10 +23,13 @@ Fork = Callable[..., Fleet]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """A server that has preloaded a module with things to be done at exit."""
+    """A server that has preloaded a module with habits of its own."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "fleet_preloaded.py").write_text(
-        "import atexit, os, pathlib, tempfile\n"
+        "import atexit, os, pathlib, signal, tempfile\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.signal(signal.SIGTERM, lambda number, frame: None)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
         f"atexit.register(pathlib.Path({str(folder / 'server-atexit')!r}).touch)\n"
         "shared = tempfile.TemporaryDirectory()\n"
         "os.environ['PRELOADED_DIRECTORY'] = shared.name\n"
@@ -34,7 +37,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     )
     patch = pytest.MonkeyPatch()
     patch.syspath_prepend(folder)
-    with ForkServer(preload=["fleet_preloaded"]) as server:
+    env = {"PYTHONUNBUFFERED": ""}
+    with ForkServer(preload=["fleet_preloaded"], env=env) as server:
         yield server
     patch.undo()
     assert under(server.token) == set()
@@ -112,6 +116,14 @@ def test_the_end_comes_after_all_messages(fork: Fork, how: str) -> None:
         numbers = [event.payload["number"] for event in own if isinstance(event, Message)]
         assert numbers == list(range(40))
     assert [event.at for event in own] == sorted(event.at for event in own)
+
+
+def test_what_is_unread_when_the_end_is_heard_comes_before_it(fork: Fork) -> None:
+    fleet = fork("quick", how="return", messages=3)
+    eventually(lambda: not alive(fleet.ranks[0].ident))
+    fleet.take((), [exited(0, 0, time.monotonic())])
+    events = fleet.poll(0)
+    assert [type(event) for event in events] == [Message] * 3 + [Exited]
 
 
 def test_a_message_cut_short_by_death_is_noted(fork: Fork) -> None:

@@ -20,6 +20,7 @@ from shardproof.fleet.processes import (
     identify,
     marks,
     read_stat,
+    scan,
     send_signal,
 )
 
@@ -89,11 +90,39 @@ def test_a_descendant_with_its_own_session_is_found(start: Starter) -> None:
     assert not alive(child.ident)
 
 
+def test_one_that_starts_more_and_more_is_ended_with_all_of_them(start: Starter) -> None:
+    """A child made between the count and the kill would be nobody's: all are stopped first."""
+    name = f"sp-{os.getpid()}".encode()
+    root = start(
+        "import ctypes, os, signal, time\n"
+        f"ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)\n"
+        "print(flush=True)\n"
+        "while True:\n"
+        "    if os.fork() == 0:\n"
+        "        os.setsid()\n"
+        "        signal.pause()\n"
+        "    time.sleep(0.001)\n",
+        start_new_session=True,
+        env={},
+    )
+    family = Family(token("none"), roots=frozenset({root}))
+    eventually(lambda: len(family.members()) > 5)
+    try:
+        family.kill()
+        assert [stat for stat in scan().values() if stat.name == name and not stat.dead] == []
+    finally:
+        for stat in scan().values():
+            if stat.name == name:
+                send_signal(stat.ident, signal.SIGKILL)
+
+
 def test_an_orphan_is_found_by_the_token(start: Starter) -> None:
     mark = token("orphan")
     start(DAEMON, env={**os.environ, TOKEN_VARIABLE: mark})
     start.started[0].wait()
-    [orphan] = Family(mark).members()
+    members = Family(mark).members()
+    assert len(members) == 1, members
+    [orphan] = members
     assert orphan.parent != os.getpid()
     Family(mark).kill()
     assert not alive(orphan.ident)

@@ -20,6 +20,7 @@ from shardproof.fleet import (
 )
 from shardproof.fleet.forkserver import ONE_THREAD
 from shardproof.fleet.processes import alive, identify
+from shardproof.fleet.stacks import STACK_SIGNAL
 
 ECHO = "tests.fleet_support:echo"
 REPORT = "tests.fleet_support:report"
@@ -106,8 +107,8 @@ def test_a_thread_that_ends_again_does_no_harm(make: Make, module: Callable[[str
 
 
 def test_an_import_without_end_is_given_up(make: Make, module: Callable[[str], str]) -> None:
-    server = make(module("import time; time.sleep(1000)"), start_timeout=0.3)
-    with pytest.raises(PreloadError, match=r"took the fork server more than 0.3 s"):
+    server = make(module("import time; time.sleep(1000)"), import_timeout=0.1)
+    with pytest.raises(PreloadError, match=r"importing it took the fork server more than 0.1 s"):
         server.start()
     assert under(server.token) == set()
 
@@ -184,6 +185,20 @@ def test_a_setup_larger_than_a_socket_takes_arrives(make: Make) -> None:
     setup = {"filling": "x" * 2**22}
     fleet = make().fork(size=2, entry=ECHO, setup=setup, label="x")
     assert all(message.payload["setup"] == setup for message in messages(fleet, 2))
+
+
+def test_the_server_has_nothing_to_do_with_the_terminal_or_with_requests_for_stacks(
+    make: Make,
+) -> None:
+    """A rank that has no handler yet inherits this: a request for stacks must not kill it."""
+    server = make()
+    server.start()
+    assert server.pid is not None
+    assert os.getsid(server.pid) == server.pid
+    status = Path(f"/proc/{server.pid}/status").read_text()
+    ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn"))[8:], 16)
+    for number in (STACK_SIGNAL, signal.SIGINT, signal.SIGHUP):
+        assert ignored & 1 << (number - 1), number
 
 
 # Ending ------------------------------------------------------------------------------------------

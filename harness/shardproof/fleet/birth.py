@@ -152,11 +152,9 @@ def _exit_status(code: object) -> int:
 
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
-    # Ctrl-C is the controller's: it ends its ranks in order, and they must not die on it before.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # SIGINT stays ignored, as in the server: Ctrl-C is for the controller, which ends its ranks.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _redirect(birth: Birth) -> None:

@@ -52,6 +52,7 @@ ONE_THREAD: Final = dict.fromkeys(
 """Set for the fork server and its ranks: a pool of threads does not survive a fork, and ranks
 that each start one per core only get in each other's way."""
 
+_START_TIMEOUT: Final = 60.0
 _FORK_TIMEOUT: Final = 60.0
 _CLOSE_TIMEOUT: Final = 5.0
 _TRIM_INTERVAL: Final = 0.5
@@ -64,7 +65,8 @@ class ForkServer:
     There is one per controller, which is the process that made it; it is started by `start` or by
     the first `fork`. ``scratch`` is this run's private directory, which `close` removes; without
     one, `make_scratch` makes it. ``env`` is set over the controller's environment for the server
-    and its ranks. Not safe for use by several threads, though the controller may have them.
+    and its ranks. No preloaded module may take longer than ``import_timeout`` seconds. Not safe
+    for use by several threads, though the controller may have them.
     """
 
     def __init__(
@@ -73,12 +75,12 @@ class ForkServer:
         preload: Sequence[str],
         scratch: Path | None = None,
         env: Mapping[str, str] | None = None,
-        start_timeout: float = 300.0,
+        import_timeout: float = 300.0,
     ) -> None:
         self._preload = list(dict.fromkeys(preload))
         self._scratch = make_scratch() if scratch is None else scratch
         self._env = {**ONE_THREAD, **(env or {})}
-        self._start_timeout = start_timeout
+        self._import_timeout = import_timeout
         self._owner = os.getpid()
         self._token = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -177,7 +179,8 @@ class ForkServer:
                 }
             )
             while True:
-                event = control.receive(self._start_timeout)
+                limit = self._import_timeout if importing else _START_TIMEOUT
+                event = control.receive(limit)
                 if event["event"] == "importing":
                     importing = event["module"]
                 elif event["event"] == "refused":
@@ -190,10 +193,10 @@ class ForkServer:
                 raise PreloadError(importing, f"while importing it, {how}") from error
             raise ServerError(f"while starting, {how}") from error
         except ChannelTimeout as error:
-            what = f"importing {importing!r}" if importing else "starting"
-            text = f"{what} took the fork server more than {self._start_timeout:g} s"
             if importing:
+                text = f"importing it took the fork server more than {self._import_timeout:g} s"
                 raise PreloadError(importing, text) from error
+            text = f"the fork server did not start within {_START_TIMEOUT:g} s"
             raise ServerError(text) from error
 
     # Forking ----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Finding and ending processes, whatever they did to get away.
 
-A rank is the leader of its own session, so its children are usually found by process group. One
+A rank is the leader of its own session, so its children are usually found by that. One
 that called setsid itself is found as a descendant; one whose parent has died as well is found by
 its marks: the environment that the fork server was started with, which every process forked from
 it shows in /proc, and the name (of forked processes) or environment (of executed ones) that says
@@ -49,7 +49,6 @@ class Stat:
     name: bytes
     state: str
     parent: int
-    group: int
     session: int
 
     @property
@@ -72,7 +71,6 @@ def read_stat(pid: int) -> Stat | None:
         name=head.partition(b"(")[2],
         state=fields[0].decode(),
         parent=int(fields[1]),
-        group=int(fields[2]),
         session=int(fields[3]),
     )
 
@@ -133,10 +131,11 @@ def environment(pid: int) -> list[bytes]:
 
 @dataclass(frozen=True)
 class Family:
-    """Processes that belong together: roots, their sessions, groups and descendants, and marks.
+    """Processes that belong together: roots, their sessions and descendants, and marks.
 
     ``token`` alone takes in everything that came from the fork server of that token, and the
     server. With ``ranks`` (texts ``fleet.rank``), it takes in only what bears one of these marks.
+    Roots are leaders of sessions, which belong to the family as a whole.
     ``below`` are processes whose descendants belong to the family although they don't; ``spare``
     are those that stay out in any case.
     """
@@ -156,8 +155,7 @@ class Family:
         found = {
             pid
             for pid, stat in seen.items()
-            if (pid in leaders or stat.group in leaders or stat.session in leaders)
-            or self._marked(stat)
+            if (pid in leaders or stat.session in leaders) or self._marked(stat)
         }
         children: dict[int, list[int]] = {}
         for pid, stat in seen.items():

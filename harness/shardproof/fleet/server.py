@@ -139,6 +139,9 @@ class Server:
         self._leave(0, orphaned=False)
 
     def _install_signals(self) -> None:
+        # Preloaded modules may have done otherwise.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        _ignore_terminal()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
@@ -308,14 +311,18 @@ def _terminate(_number: int, _frame: object) -> Never:
     raise _TerminatedError
 
 
+def _ignore_terminal() -> None:
+    """Leave Ctrl-C and the end of the terminal to the controller, which ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def main(fd: int, *, controller: Ident, scratch: Path) -> Never:
     """Run the fork server on the control socket ``fd``.
 
     ``scratch`` is the controller's private directory, to be removed if the controller dies.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _ignore_terminal()
     set_process_name(b"sp:server")
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
