@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -43,7 +43,7 @@ def build(rank: Rank, checkpoint: Callable[..., Path]) -> BuildTrainer:
     """
 
     def make(
-        *, sharing: str = "none", plan: object = "uneven", of: str = "tiny", **options: object
+        *, sharing: Any = "none", plan: Any = "uneven", of: str = "tiny", **options: object
     ) -> Trainer:
         directory = checkpoint(of, **options)
         if rank.is_reference:

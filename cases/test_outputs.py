@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from cases.material import TOPOLOGIES, multi_targets, requests
-from subjects.types import IGNORED
+from cases.material import TOPOLOGIES, VOCABULARY, multi_targets, requests
+from subjects.types import IGNORED, ForwardInput
 
 if TYPE_CHECKING:
     from cases.conftest import BuildTrainer
@@ -29,7 +30,6 @@ def test_hidden_states(rank: Rank, trainer: Trainer) -> None:
     for request in rank.split(requests(rank)):
         states = trainer.forward(request.ask(hidden_states=True)).hidden_states
         assert states is not None
-        assert states.shape == (request.length, 40)
         rank.observe(f"{request.name}.hidden_states", states)
 
 
@@ -58,9 +58,57 @@ def test_target_logprobs(rank: Rank, trainer: Trainer) -> None:
         output = trainer.forward(request.ask(target_tokens=request.targets))
         logprobs = output.target_logprobs
         assert logprobs is not None
-        assert logprobs.shape == (request.length,)
-        assert bool((logprobs[request.targets == IGNORED] == 0).all())
         rank.observe(f"{request.name}.logprobs", logprobs)
+        ignored = logprobs[request.targets == IGNORED]
+        rank.observe(f"{request.name}.ignored", ignored, exact=True, zero=True)
+
+
+def test_targets_pick_from_their_own_logits(rank: Rank, trainer: Trainer) -> None:
+    """Labels shifted inside a shard: a log-probability is that of its own row's logits."""
+    for request in rank.split(requests(rank)):
+        output = trainer.forward(request.ask(target_tokens=request.targets, logits=True))
+        assert output.target_logprobs is not None
+        assert output.logits is not None
+        asked = request.targets != IGNORED
+        picked = output.logits.log_softmax(-1)[asked].gather(1, request.targets[asked][:, None])
+        shift = output.target_logprobs[asked] - picked[:, 0]
+        rank.observe(f"{request.name}.logprob_off_its_own_logits", shift, zero=True)
+        rank.observe(f"{request.name}.logprobs", output.target_logprobs)
+
+
+def test_documents_do_not_see_each_other(rank: Rank, trainer: Trainer) -> None:
+    """A document mask dropped for remote keys: other documents' tokens change nothing."""
+    for request in rank.split(requests(rank)):
+        states = trainer.forward(request.ask(hidden_states=True)).hidden_states
+        for changed in (0, len(request.documents) - 1):
+            others = list(request.documents)
+            others[changed] = (others[changed] + 1) % VOCABULARY
+            again = trainer.forward(ForwardInput(others, hidden_states=True)).hidden_states
+            assert states is not None
+            assert again is not None
+            before, after = request.by_document(states), request.by_document(again)
+            leaks = [after[at] - before[at] for at in range(len(before)) if at != changed]
+            rank.observe(f"{request.name}.leak_of_document_{changed}", torch.cat(leaks), zero=True)
+            rank.observe(f"{request.name}.document_{changed}", after[changed])
+
+
+def test_a_document_is_the_same_wherever_it_lies(rank: Rank, trainer: Trainer) -> None:
+    """Positions restarted in each shard: twins that straddle shards at other rows differ then."""
+    generator = rank.generator("twins")
+    one, two, filler = (
+        torch.randint(0, VOCABULARY, (count,), generator=generator) for count in (17, 13, 7)
+    )
+    for number, order in enumerate(rank.split([(0, 1, 2, 0, 1), (2, 0, 0, 1), (1, 2, 1, 0, 0)])):
+        documents = [(one, two, filler)[at] for at in order]
+        name = f"batch{rank.coordinates['dp'] + number * rank.size('dp')}"
+        states = trainer.forward(ForwardInput(documents, hidden_states=True)).hidden_states
+        assert states is not None
+        rows = states.split([len(document) for document in documents])
+        for which in (0, 1):
+            twins = [part for part, at in zip(rows, order, strict=True) if at == which]
+            rank.observe(f"{name}.{which}", twins[0])
+            if len(twins) > 1:
+                rank.observe(f"{name}.{which}.twin_differs", twins[1] - twins[0], zero=True)
 
 
 def test_multi_target_logprobs(rank: Rank, trainer: Trainer) -> None:
@@ -69,7 +117,6 @@ def test_multi_target_logprobs(rank: Rank, trainer: Trainer) -> None:
         targets = multi_targets(rank, request)
         logprobs = trainer.forward(request.ask(target_tokens=targets)).target_logprobs
         assert logprobs is not None
-        assert logprobs.shape == targets.shape
         rank.observe(f"{request.name}.logprobs", logprobs)
 
 
@@ -141,7 +188,7 @@ def test_no_grad(rank: Rank, trainer: Trainer) -> None:
 @pytest.mark.parametrize("plan", ["balanced", "empty", "one_rank", "interleaved"])
 def test_plans(rank: Rank, build: BuildTrainer, sharing: str, plan: str) -> None:
     """Whatever rows a rank computes, in whatever order, and when it computes none."""
-    policies = {
+    policies: dict[str, Callable[[int, int], list[list[int]]]] = {
         "one_rank": lambda rows, cp: [[]] * (cp - 1) + [list(range(rows))],
         "interleaved": lambda rows, cp: [list(range(rows))[::-1][at::cp] for at in range(cp)],
     }

@@ -138,8 +138,10 @@ class FleetPool:
         return path
 
     def new_store(self, fleet: Fleet) -> str:
-        """A rendezvous file for new groups; it lasts as the fleet does, since groups that are kept
-        go on using it."""
+        """A rendezvous file for new groups.
+
+        It lasts as the fleet does, since groups that are kept go on using it.
+        """
         self._stores += 1
         return str(fleet.directory / f"store-{self._stores}")
 

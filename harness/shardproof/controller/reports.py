@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,7 +67,7 @@ def skip_report(item: pytest.Item, reason: str) -> pytest.TestReport:
 def cell_reports(item: pytest.Item, drive: Drive, ending: Ending, footer: str) -> list[Any]:
     """Set-up, call and teardown reports of a finished drive, with the root's failure first."""
     phase = _failing_phase(drive, ending)
-    reports = []
+    reports: list[pytest.TestReport | None] = []
     for when in _PHASES:
         if when == phase:
             reports.append(_failure(item, drive, ending, when, footer))
@@ -108,14 +109,24 @@ def _failure(
     data = root.reports.get(when)
     if data is not None and data["outcome"] != "passed" and ending.outcome != "ranks disagree":
         report = _from_rank(item, data)
-        if report.outcome == "failed":
+        if report.outcome == "failed" and drive.verdicts is None:
             report.longrepr = _annotated(report.longrepr, _summary(drive, ending, footer))
+        elif report.outcome == "failed":
+            # Every rank raised the same verdict: what the case is about says more than their list.
+            report.longrepr = _purpose(item) + str(report.longrepr)
     else:
         text = f"{ending.outcome}: {ending.headline}\n\n{_summary(drive, ending, footer)}"
         report = simple_report(item, when=when, outcome="failed", longrepr=text)
         report.duration = drive.seconds
     _add_output(report, drive)
     return report
+
+
+def _purpose(item: pytest.Item) -> str:
+    """The first line of the case's docstring, with what it is called."""
+    doc = inspect.getdoc(getattr(item, "obj", None))
+    line = doc.strip().splitlines()[0] if doc else ""
+    return f"{item.name}: {line}\n" if line else ""
 
 
 def _teardown(item: pytest.Item, drive: Drive) -> pytest.TestReport | None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.topology import Topology
 
@@ -19,13 +17,6 @@ if TYPE_CHECKING:
     from shardproof.verdict import Placement, Recorder
 
 Item = TypeVar("Item")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Arithmetic of the harness: no autograd, no dispatch mode (noise, or the case's own)."""
-    with torch.no_grad(), _disable_current_modes():
-        yield
 
 
 class Rank:
@@ -152,26 +143,25 @@ class Rank:
             exact: compare floating values bit by bit.
             zero: a zero reference is meant; the candidate must be zero within its noise too.
         """
-        with quiet():
-            self._recorder.observe(
-                name, value, shard=shard, rows=rows, partial=partial, on=on, exact=exact, zero=zero
-            )
+        self._recorder.observe(
+            name, value, shard=shard, rows=rows, partial=partial, on=on, exact=exact, zero=zero
+        )
 
     def observe_gradients(
         self,
         named: Iterable[tuple[str, torch.Tensor | None, Placement | Mapping[str, object] | None]],
         *,
         prefix: str = "grad",
+        zero: Collection[str] = (),
     ) -> None:
-        """Observe ``(full name, gradient or None, placement)`` triples as ``prefix/name``.
+        """Observe ``(full name, gradient or None, placement)`` triples as ``prefix.name``.
 
         A placement is a mapping of keywords of :meth:`observe`, such as
         ``{"shard": {"tp": 0}}``, or None for a replicated gradient. None for a gradient means that
-        the parameter has none, which is not the same as zero.
+        the parameter has none, which is not the same as zero; ``zero`` names gradients that are
+        meant to be zero.
         """
-        for triple in named:  # the caller's own arithmetic, if any, stays outside
-            with quiet():
-                self._recorder.observe_gradients([triple], prefix=prefix)
+        self._recorder.observe_gradients(named, prefix=prefix, zero=zero)
 
     def _axis(self, axis: str) -> str:
         self.topology.role(axis)

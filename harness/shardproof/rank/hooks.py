@@ -108,9 +108,12 @@ class RankHooks:
             report.outcome = "passed"
             report.longrepr = None
             vars(report).pop("wasxfail", None)
-        elif call.excinfo is not None and not isinstance(call.excinfo.value, XFailed):
-            if vars(report).pop("wasxfail", None) is not None:
-                report.outcome = "failed"
+        elif (
+            call.excinfo is not None
+            and not isinstance(call.excinfo.value, XFailed)
+            and vars(report).pop("wasxfail", None) is not None
+        ):
+            report.outcome = "failed"
         return report
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -54,7 +54,7 @@ class ProcessState:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's (when it is loaded) and torch's global generators, equally on ranks."""
+    """Seed the global generators of Python, torch and (when loaded) NumPy, equally on all ranks."""
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")

@@ -17,7 +17,7 @@ from _pytest.outcomes import OutcomeException
 
 from shardproof.fleet import STOP, Channel, ChannelClosed
 from shardproof.noise import NoiseMode
-from shardproof.rank.context import Rank, quiet
+from shardproof.rank.context import Rank
 from shardproof.rank.groups import RankGroups
 from shardproof.rank.hooks import CURRENT, RANK_PROCESS, Active, RankHooks, again, json_safe
 from shardproof.rank.isolation import ProcessState, seed_everything
@@ -226,17 +226,13 @@ class RankSession:
 
     def _verdict(self, active: Active) -> str | None:
         """The text of a failed verdict, None when all is well; every rank comes to the same."""
-        with quiet():
-            sealed = active.recorder.seal()
-        self._channel.send({"type": "sealed", "sealed": sealed})
+        self._channel.send({"type": "sealed", "sealed": active.recorder.seal()})
         if active.run.role != "candidate":
             return None
         message = self._channel.receive()
         if message["do"] == "abandon":
             return None
-        with quiet():
-            part = active.recorder.judge(message["sealed"])
-        self._channel.send({"type": "judged", "part": part})
+        self._channel.send({"type": "judged", "part": active.recorder.judge(message["sealed"])})
         message = self._channel.receive()
         if message["do"] == "abandon" or not failed(message["verdicts"]):
             return None

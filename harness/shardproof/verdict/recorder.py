@@ -166,10 +166,11 @@ class Recorder:
             OSError: the files cannot be written.
         """
         if self._sealed is None:
-            if self._run is not None:
-                self._run.finish(self._problems)
-            else:
-                self._writer.close()
+            with _quiet():
+                if self._run is not None:
+                    self._run.finish(self._problems)
+                else:
+                    self._writer.close()
             self._sealed = {
                 "rank": self._rank,
                 "topology": self._topology.name,
@@ -282,6 +283,9 @@ class Recorder:
         leaf = capture(value.to_local() if _is_dtensor(value) else value)  # type: ignore[attr-defined]
         record.kind, record.dtype, record.shape = leaf.kind, leaf.dtype, list(leaf.shape)
         record.floating = leaf.floating
+        if leaf.tensor is None:
+            # A gradient that is None has no slices, wherever its parameter's would lie.
+            placement = Placement(on=placement.on)
         placed = resolve(placement, topology=self._topology, shape=leaf.shape)
         record.shard = list(placed.shard.items())
         record.partial = list(placed.partial)
