@@ -83,7 +83,9 @@ def test_on_says_where_the_value_is(world: World) -> None:
     assert missing["outcome"] == "ranks disagree"
     wrong = world.one("tp2xcp2", some(at(), VALUE + 1, on={"cp": 0}))
     assert wrong["outcome"] == "diverged"
-    assert world.one("tp2xcp2", some(at(cp=1), on={"cp": 0}))["outcome"] == "missing"
+    nobody = world.one("tp2xcp2", some(at(cp=1), on={"cp": 0}))
+    assert nobody["outcome"] == "missing"
+    assert "only on ranks that on={'cp': 0} leaves out" in nobody["message"]
 
 
 def test_missing_and_extra(world: World) -> None:
@@ -450,7 +452,7 @@ def test_gradients_with_placements(tmp_path: Path) -> None:
             named = [
                 ("w", weight.chunk(2, 1)[tp], Placement(shard={"tp": 1})),
                 ("n", norm * (0.25, 0.75)[cp], {"partial": ("cp",)}),
-                ("frozen", None, None),
+                ("frozen", None, {"tp": 1}),
                 ("zero", torch.zeros(3), None),
                 ("own", weight.chunk(2, 0)[tp], {"tp": 0}),
                 ("m", own, None),

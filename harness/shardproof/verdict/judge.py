@@ -10,12 +10,12 @@ from typing import Any
 from shardproof.topology import Topology
 
 from .candidate import comparable
-from .diagnosis import fit_scale, row_hints, scale_hint
+from .evidence import of_numbers, of_shapes, places
 from .pieces import CoverageError, Files, arrange, ensembles, free_axes, place_along
 from .records import Measured, Outcome, Record, Verdict
 from .reference import Store, describe, stored_shape
 from .replicas import find_difference
-from .results import Result, is_wrong, put_together
+from .results import Result, put_together
 
 
 @dataclass
@@ -119,19 +119,8 @@ class Judge:
             verdict.details["coordinates"] = {axis: at[axis] for axis in sizes if sizes[axis] > 1}
         return False
 
-    def place(self, rank: int) -> str:
-        """A rank and where it stands: ``rank 1 (cp=1)``."""
-        at = self._topology.coordinates(rank)
-        words = ", ".join(
-            f"{axis.name}={at[axis.name]}"
-            for axis in self._topology.axes
-            if self._topology.sizes[axis.name] > 1
-        )
-        return f"rank {rank} ({words})" if words else f"rank {rank}"
-
-    def _places(self, ranks: Sequence[int]) -> str:
-        shown = "; ".join(self.place(rank) for rank in ranks[:4])
-        return shown if len(ranks) <= 4 else f"{shown}; and {len(ranks) - 4} more"
+    def _at(self, ranks: Sequence[int]) -> str:
+        return places(ranks, self._topology)
 
     # Each check fills in the verdict and says whether the next one has something to look at.
 
@@ -154,22 +143,16 @@ class Judge:
             return self._fail(
                 verdict,
                 "extra",
-                f"observed here (on {self._places(ranks)}) and not by the reference: expected the "
+                f"observed here (on {self._at(ranks)}) and not by the reference: expected the "
                 "same names on every topology",
                 rank=ranks[0],
             )
         if case.held:
             return True
-        elsewhere = (
-            f": every rank that observes it stands outside on={case.records and verdict.kind}"
-            if case.records
-            else ""
-        )
-        return self._fail(
-            verdict,
-            "missing",
-            "observed by the reference and by no rank here" + elsewhere,
-        )
+        text = "observed by the reference and by no rank here"
+        for records in case.records.values():
+            text = f"observed only on ranks that on={records[0].on} leaves out"
+        return self._fail(verdict, "missing", text)
 
     def _agreement(self, verdict: Verdict, case: Case) -> bool:
         def form(record: Record) -> dict[str, object]:
@@ -191,8 +174,8 @@ class Judge:
                     return self._fail(
                         verdict,
                         "ranks disagree",
-                        f"{key} is {_word(theirs[key])} on {self.place(first_rank)} and "
-                        f"{_word(mine[key])} on {self.place(rank)}: expected the same call on "
+                        f"{key} is {_word(theirs[key])} on {self._at([first_rank])} and "
+                        f"{_word(mine[key])} on {self._at([rank])}: expected the same call on "
                         "every rank",
                         rank=rank,
                     )
@@ -215,7 +198,7 @@ class Judge:
         return self._fail(
             verdict,
             "ranks disagree",
-            f"observed on {self._places(list(case.held))} and not on {self._places(lacking)}: "
+            f"observed on {self._at(list(case.held))} and not on {self._at(lacking)}: "
             "expected it on all ranks of every model axis; say on={axis: coordinate} where it "
             "exists on some alone",
             rank=lacking[0],
@@ -243,35 +226,12 @@ class Judge:
                     rank=rank,
                 )
             if entry.kind in ("tensor", "scalar") and record.status == "bare":
-                verdict.details["hints"] = self._shape_hints(case, entry)
+                verdict.details["hints"] = of_shapes(case.held, entry.shape, self._topology)
                 text = record.problem or (
                     f"another shape: expected {_expected_shape(record, expected)}, got {actual}"
                 )
                 return self._fail(verdict, "diverged", text, rank=rank)
         return True
-
-    def _shape_hints(self, case: Case, entry: Measured) -> list[str]:
-        """What sizes along one axis say of a wrong shape."""
-        full, anyone = entry.shape, next(iter(case.held))
-        parts: dict[tuple[int, str], list[str]] = {}
-        for axis in sorted(self._topology.axes, key=lambda axis: axis.name != "cp"):
-            size = self._topology.sizes[axis.name]
-            peers = self._topology.peers(anyone, axis.name)
-            shapes = [case.held[peer].shape for peer in peers if peer in case.held]
-            if size == 1 or len(shapes) < size or any(len(s) != len(full) for s in shapes):
-                continue
-            for dim, whole in enumerate(full):
-                sizes = [shape[dim] for shape in shapes]
-                if sum(sizes) == whole:
-                    listed = " + ".join(map(str, sizes))
-                    parts.setdefault((dim, listed), []).append(axis.name)
-                elif all(one == whole * size for one in sizes):
-                    text = (
-                        f"dimension {dim} is {size} times as long as expected: gathered over "
-                        f"{axis.name} although every rank held the whole"
-                    )
-                    return [text]
-        return [_local_hint(dim, listed, full[dim], axes) for (dim, listed), axes in parts.items()]
 
     def _numbers(self, verdict: Verdict, case: Case) -> bool:
         entry = case.entry
@@ -288,13 +248,13 @@ class Judge:
         ]
         worst = max(results, key=lambda result: result.severity)
         if not self._judge(verdict, worst, entry):
-            self._name_ranks(verdict, case, entry)
+            verdict.details |= of_numbers(worst, case.held, entry, self._topology)
             return False
         for region in regions:
             for ranks in region.holders.values():
                 found = find_difference(ranks, case.held, self._files)
                 if found is not None:
-                    places = (self.place(found.one), self.place(found.other))
+                    places = (self._at([found.one]), self._at([found.other]))
                     if found.evidence:
                         verdict.details["hints"] = [found.evidence.format(*places)]
                     return self._fail(verdict, "replicas differ", found.headline, rank=found.other)
@@ -326,43 +286,7 @@ class Judge:
             )
         else:
             return True
-        verdict.details |= self._evidence(result, entry)
         return self._fail(verdict, "nan" if stats.nan else "diverged", message, rank=result.rank)
-
-    def _evidence(self, result: Result, entry: Measured) -> dict[str, object]:
-        stats = result.stats
-        found: dict[str, object] = {"hints": row_hints(stats.zero_rows, stats.moved_rows)}
-        if stats.sample is not None:
-            found |= {
-                "row": stats.sample.row,
-                "column": stats.sample.column,
-                "expected_values": stats.sample.expected,
-                "actual_values": stats.sample.actual,
-            }
-        if stats.failing and entry.shape:
-            found |= {"failing_rows": stats.failing, "rows": stats.failing_rows[:8]}
-        scale = fit_scale(
-            dot=stats.dot, candidate_sq=stats.candidate_sq, reference_sq=stats.reference_sq
-        )
-        if scale is not None and not stats.nan:
-            found |= {
-                "alpha": scale.alpha,
-                "explained": scale.explained,
-                "alpha_hint": scale_hint(scale, self._topology),
-            }
-        return found
-
-    def _name_ranks(self, verdict: Verdict, case: Case, entry: Measured) -> None:
-        """Say which ranks are wrong where others that were compared are right."""
-        stats = {
-            rank: record.stats for rank, record in case.held.items() if record.stats is not None
-        }
-        wrong = [rank for rank, found in stats.items() if is_wrong(found, entry)]
-        right = [rank for rank in stats if rank not in wrong]
-        if wrong and right:
-            hints = verdict.details.setdefault("hints", [])
-            if isinstance(hints, list):
-                hints.append(f"wrong on {self._places(wrong)}; right on {self._places(right)}")
 
     def _vacuous(self, verdict: Verdict, case: Case) -> bool:
         if case.entry is None or not case.entry.vacuous:
@@ -405,12 +329,3 @@ def _expected_shape(record: Record, expected: str) -> str:
     if record.shard:
         return f"a slice {dict(record.shard)} of {expected}"
     return expected
-
-
-def _local_hint(dim: int, listed: str, whole: int, axes: Sequence[str]) -> str:
-    what = "rows" if dim == 0 else "slice"
-    remedy = "rows=positions" if dim == 0 else f"shard={{'{axes[0]}': {dim}}}"
-    return (
-        f"rank-local {what} returned: the ranks along {' or '.join(axes)} hold {listed} of {whole} "
-        f"in dimension {dim}; gather them in source order, or say {remedy}"
-    )

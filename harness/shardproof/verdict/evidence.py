@@ -1,0 +1,97 @@
+"""Evidence for a failure: where, with which values, and what the numbers suggest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardproof.topology import Topology
+
+from .diagnosis import fit_scale, row_hints, scale_hint
+from .records import Measured, Record
+from .results import Result, is_wrong
+
+
+def place(rank: int, topology: Topology) -> str:
+    """A rank and where it stands: ``rank 1 (cp=1)``."""
+    at = topology.coordinates(rank)
+    words = ", ".join(
+        f"{axis.name}={at[axis.name]}" for axis in topology.axes if topology.sizes[axis.name] > 1
+    )
+    return f"rank {rank} ({words})" if words else f"rank {rank}"
+
+
+def places(ranks: Sequence[int], topology: Topology) -> str:
+    """Ranks and where they stand; at most four."""
+    shown = "; ".join(place(rank, topology) for rank in ranks[:4])
+    return shown if len(ranks) <= 4 else f"{shown}; and {len(ranks) - 4} more"
+
+
+def of_numbers(
+    result: Result, held: Mapping[int, Record], entry: Measured, topology: Topology
+) -> dict[str, object]:
+    """What a verdict's details say of wrong numbers."""
+    stats = result.stats
+    hints = row_hints(stats.zero_rows, stats.moved_rows) + _wrong_and_right(held, entry, topology)
+    found: dict[str, object] = {"hints": hints}
+    if stats.sample is not None:
+        found |= {
+            "row": stats.sample.row,
+            "column": stats.sample.column,
+            "expected_values": stats.sample.expected,
+            "actual_values": stats.sample.actual,
+        }
+    if stats.failing and entry.shape:
+        found |= {"failing_rows": stats.failing, "rows": stats.failing_rows[:8]}
+    scale = fit_scale(
+        dot=stats.dot, candidate_sq=stats.candidate_sq, reference_sq=stats.reference_sq
+    )
+    if scale is not None and not stats.nan:
+        found |= {
+            "alpha": scale.alpha,
+            "explained": scale.explained,
+            "alpha_hint": scale_hint(scale, topology),
+        }
+    return found
+
+
+def _wrong_and_right(held: Mapping[int, Record], entry: Measured, topology: Topology) -> list[str]:
+    """Which ranks are wrong where others that were compared are right."""
+    stats = {rank: record.stats for rank, record in held.items() if record.stats is not None}
+    wrong = [rank for rank, found in stats.items() if is_wrong(found, entry)]
+    right = [rank for rank in stats if rank not in wrong]
+    if not (wrong and right):
+        return []
+    return [f"wrong on {places(wrong, topology)}; right on {places(right, topology)}"]
+
+
+def of_shapes(held: Mapping[int, Record], full: Sequence[int], topology: Topology) -> list[str]:
+    """What sizes along one axis say of a wrong shape."""
+    anyone = next(iter(held))
+    parts: dict[tuple[int, str], list[str]] = {}
+    for axis in sorted(topology.axes, key=lambda axis: axis.name != "cp"):
+        size = topology.sizes[axis.name]
+        peers = topology.peers(anyone, axis.name)
+        shapes = [held[peer].shape for peer in peers if peer in held]
+        if size == 1 or len(shapes) < size or any(len(s) != len(full) for s in shapes):
+            continue
+        for dim, whole in enumerate(full):
+            sizes = [shape[dim] for shape in shapes]
+            if sum(sizes) == whole:
+                listed = " + ".join(map(str, sizes))
+                parts.setdefault((dim, listed), []).append(axis.name)
+            elif all(one == whole * size for one in sizes):
+                text = (
+                    f"dimension {dim} is {size} times as long as expected: gathered over "
+                    f"{axis.name} although every rank held the whole"
+                )
+                return [text]
+    return [_local_hint(dim, listed, full[dim], axes) for (dim, listed), axes in parts.items()]
+
+
+def _local_hint(dim: int, listed: str, whole: int, axes: Sequence[str]) -> str:
+    what = "rows" if dim == 0 else "slice"
+    remedy = "rows=positions" if dim == 0 else f"shard={{'{axes[0]}': {dim}}}"
+    return (
+        f"rank-local {what} returned: the ranks along {' or '.join(axes)} hold {listed} of {whole} "
+        f"in dimension {dim}; gather them in source order, or say {remedy}"
+    )
