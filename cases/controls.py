@@ -56,7 +56,7 @@ def test_hidden_states(rank: Rank, trainer: Trainer, fault: str) -> None:
 @pytest.mark.parity(*TOPOLOGIES, **_NEEDS)
 @pytest.mark.parametrize("fault", ["document mask dropped for remote keys"])
 def test_documents_do_not_see_each_other(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """What leaks between documents shows."""
+    """A document mask dropped for remote keys: what leaks between documents shows."""
     del fault
     test_outputs.test_documents_do_not_see_each_other(rank, trainer)
 
@@ -64,7 +64,7 @@ def test_documents_do_not_see_each_other(rank: Rank, trainer: Trainer, fault: st
 @pytest.mark.parity(*TOPOLOGIES, **_NEEDS)
 @pytest.mark.parametrize("fault", ["positions restarted per shard"])
 def test_a_document_is_the_same_wherever_it_lies(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """What twins show."""
+    """Positions restarted in each shard: what twins show."""
     del fault
     test_outputs.test_a_document_is_the_same_wherever_it_lies(rank, trainer)
 
@@ -72,7 +72,7 @@ def test_a_document_is_the_same_wherever_it_lies(rank: Rank, trainer: Trainer, f
 @pytest.mark.parity(*TOPOLOGIES, **_NEEDS)
 @pytest.mark.parametrize("fault", ["labels shifted inside the shard"])
 def test_targets_pick_from_their_own_logits(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """What log-probabilities beside logits show."""
+    """Labels shifted inside a shard: what log-probabilities beside logits show."""
     del fault
     test_outputs.test_targets_pick_from_their_own_logits(rank, trainer)
 

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+COUNTED = "counted once for each rank of that axis"
 # What the message must say: {cp} is the size of that axis.
 CAUSES = {
     "rank-local rows returned": ["rank-local rows returned: the ranks along cp hold"],
@@ -26,10 +27,10 @@ CAUSES = {
         "Labels shifted inside a shard",
         ".logprob_off_its_own_logits",
     ],
-    "gather backward summed over cp": ["α = cp = {cp}: counted once for each rank of that axis"],
-    "gather backward divided by cp": ["α = 1/cp = 1/{cp}: divided by that axis once too often"],
-    "probe gradient summed over cp": ["grad/probe", "α = cp = {cp}: counted once for each rank"],
-    "dp_reduce including cp": ["tokens: diverged", "α = cp = {cp}: counted once for each rank"],
+    "gather backward summed over cp": ["α = cp = {cp}", COUNTED],
+    "gather backward divided by cp": ["α = 1/cp = 1/{cp}", "divided by that axis once too often"],
+    "probe gradient summed over cp": ["grad/probe", "α = cp = {cp}", COUNTED],
+    "dp_reduce including cp": ["tokens: diverged", "α = cp = {cp}", COUNTED],
     "q/k-norm gradient not summed over tp": ["self_attn.q_norm.weight", "self_attn.k_norm.weight"],
 }
 EVERYWHERE = {"cp2", "cp4", "dp2xcp2", "tp2xcp2"}
