@@ -109,7 +109,16 @@ def test_a_worker_of_xdist_that_is_killed_leaves_nothing(tmp_path: Path) -> None
     root = tmp_path / "root"
     root.mkdir()
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n1", "--max-worker-restart=0", "-q", "--rootdir=."],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n1",
+            "-q",
+            "-p",
+            "no:shardproof",
+            "--max-worker-restart=0",
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(HARNESS)},
         capture_output=True,
