@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -14,6 +16,19 @@ from subjects.trainer.logprobs import VocabularySlice
 from subjects.trainer.plan import LocalRows
 from subjects.trainer.reductions import Groups
 from subjects.types import TopK, logprob_dtype
+
+
+class Scored(NamedTuple):
+    """This rank's logits [n, v] in the dtype of log-probabilities, and their normalizer [n]."""
+
+    logits: Tensor
+    normalizer: Tensor
+
+
+def score(logits: Tensor, part: VocabularySlice) -> Scored:
+    """What log-probabilities of targets and of top tokens both start from."""
+    wide = logits.to(logprob_dtype(logits.dtype))
+    return Scored(wide, logprobs.log_normalizer(wide, part))
 
 
 def full_hidden_states(hidden: Tensor, local: LocalRows, groups: Groups) -> Tensor:
@@ -36,27 +51,23 @@ def full_logits(logits: Tensor, local: LocalRows, part: VocabularySlice, groups:
 
 
 def full_target_logprobs(
-    logits: Tensor, targets: Tensor, local: LocalRows, part: VocabularySlice, groups: Groups
+    scored: Scored, targets: Tensor, local: LocalRows, part: VocabularySlice, groups: Groups
 ) -> Tensor:
-    """Logits [n, v] and targets [T, ...] of the whole sequence -> log-probabilities [T, ...]."""
-    wide = logits.to(logprob_dtype(logits.dtype))
+    """Log-probabilities of the targets [T, ...] of the whole sequence -> [T, ...]."""
     own = plan.targets_for(targets, local)
     values = logprobs.target_logprobs(
-        wide, logprobs.log_normalizer(wide, part), local.source_rows, own, part
+        scored.logits, scored.normalizer, local.source_rows, own, part
     )
     return gather.gather_rows(values, local, groups.cp)
 
 
 def full_top_k(
-    logits: Tensor, k: int, local: LocalRows, part: VocabularySlice, groups: Groups
+    scored: Scored, k: int, local: LocalRows, part: VocabularySlice, groups: Groups
 ) -> TopK:
-    """Logits [n, v] -> the k most probable tokens of every position, [T, k] twice."""
-    wide = logits.to(logprob_dtype(logits.dtype))
-    tokens = logprobs.top_tokens(wide, k, part)
-    every_row = torch.arange(len(wide), device=wide.device)
-    values = logprobs.target_logprobs(
-        wide, logprobs.log_normalizer(wide, part), every_row, tokens, part
-    )
+    """The k most probable tokens of every position, [T, k] twice."""
+    tokens = logprobs.top_tokens(scored.logits, k, part)
+    every_row = torch.arange(len(tokens), device=tokens.device)
+    values = logprobs.target_logprobs(scored.logits, scored.normalizer, every_row, tokens, part)
     return TopK(
         gather.gather_rows(values.index_select(0, local.source_rows), local, groups.cp),
         gather.gather_rows(tokens.index_select(0, local.source_rows), local, groups.cp),

@@ -275,15 +275,19 @@ class TrainerRank:
             return ForwardOutput(hidden_states=states)
         shared = self.model.shared_embedding_or_output_weight() if self.architecture.tied else None
         logits = self.model.output_layer(hidden, weight=shared)[0][: len(local.rows), 0]
+        logprobs = top = None
+        if targets is not None or request.top_k is not None:
+            scored = heads.score(logits, part)
+            if targets is not None:
+                own = targets.to(self.device)
+                logprobs = heads.full_target_logprobs(scored, own, local, part, groups)
+            if request.top_k is not None:
+                top = heads.full_top_k(scored, request.top_k, local, part, groups)
         return ForwardOutput(
-            hidden_states=states,
-            target_logprobs=None
-            if targets is None
-            else heads.full_target_logprobs(logits, targets.to(self.device), local, part, groups),
-            top_k=None
-            if request.top_k is None
-            else heads.full_top_k(logits, request.top_k, local, part, groups),
+            target_logprobs=logprobs,
+            top_k=top,
             logits=heads.full_logits(logits, local, part, groups) if request.logits else None,
+            hidden_states=states,
         )
 
 
