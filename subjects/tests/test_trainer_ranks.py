@@ -47,6 +47,8 @@ def body(directory: Path) -> None:
         rank = worlds.make_rank(name)
         worlds.make_parallel_state(rank)
         trainer(directory, rank, expected)
+        if name == "dp2xcp2":
+            idle(directory, rank)
         faults(directory, rank, expected)
 
 
@@ -112,6 +114,24 @@ def trainer(directory: Path, rank: Any, expected: dict[str, torch.Tensor]) -> No
         for plan in POLICIES:
             found = run(directory, rank, expected, sharing=sharing, plan=plan)
             assert max(found.values()) < 1e-13, (sharing, plan, found)
+
+
+def idle(directory: Path, rank: Any) -> None:
+    """A data-parallel rank without a batch takes part in the reduction and gets its result."""
+    from subjects.trainer import ForwardInput, TrainerRank
+
+    trainer = TrainerRank.build(directory / "checkpoint", rank)
+    if rank.coordinates["dp"] == 0:
+        output = trainer.forward(ForwardInput([1, 2, 3, 4, 5], hidden_states=True))
+        assert output.hidden_states is not None
+        output.hidden_states.square().sum().backward()
+    found = {n: None if g is None else g.norm().item() for n, g, _ in trainer.named_gradients()}
+    everyone: list[dict[str, float | None]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    assert all(one == found for one in everyone)
+    # Only the head was left out of what ran, by every rank: it has none, the others have some.
+    assert [name for name, norm in found.items() if not norm] == ["lm_head.weight"]
+    assert found["lm_head.weight"] is None
 
 
 def faults(directory: Path, rank: Any, expected: dict[str, torch.Tensor]) -> None:
