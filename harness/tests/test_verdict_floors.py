@@ -199,3 +199,19 @@ def test_a_row_of_zeros_does_not_fail_over_what_no_arithmetic_sees(tmp_path: Pat
         candidate[2, 3] = size
         verdict = world.same("single", candidate)
         assert verdict["outcome"] == outcome
+
+
+def test_short_rows_share_the_largest_floor(tmp_path: Path) -> None:
+    """One ill-conditioned element must not fail over the floor of its neighbours."""
+    value, size = numbers(20000).abs() + 1, torch.ones(20000, dtype=torch.float64)
+    size[7] = 1e3
+
+    def body(rank: Rank) -> None:
+        rank.observe("x", value + size * (rank.noise(value) - value))
+
+    world = World(tmp_path)
+    world.reference(body, runs=8)
+    noise = Rank(_Nothing(), {}, 100)  # type: ignore[arg-type]  # only its noise is used
+    verdict = world.same("single", value + size * (noise.noise(value) - value))
+    assert verdict["outcome"] == "passed"
+    assert 0.01 < verdict["row_ratio"] < 3

@@ -205,3 +205,14 @@ def test_the_fingerprint_sees_one_bit_and_order_and_no_sign_of_zero() -> None:
     assert fingerprint(torch.zeros(3)) != fingerprint(torch.zeros(4))
     assert fingerprint(torch.zeros(3)) == fingerprint(-torch.zeros(3))
     assert fingerprint(value) == fingerprint(value.clone())
+
+
+def test_the_fingerprint_sees_every_swap_of_a_power_of_two() -> None:
+    """Neighbours 1 and 2 differ in bit 52 alone, which a product modulo 2^64 all but loses."""
+    value = torch.tensor([1.0, 2.0] * 4000, dtype=torch.float64)
+    expected = fingerprint(value)
+    for at in range(0, 8000, 2):
+        value[at : at + 2] = torch.tensor([2.0, 1.0])
+        assert fingerprint(value) != expected
+        value[at : at + 2] = torch.tensor([1.0, 2.0])
+    assert fingerprint(value) == expected
