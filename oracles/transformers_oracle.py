@@ -52,7 +52,7 @@ class TransformersTrainer:
         if request.slot is not None:
             raise ValueError(f"slot is {request.slot!r}; the oracle has no slots: leave it None")
         with torch.set_grad_enabled(torch.is_grad_enabled() and not request.no_grad):
-            states = torch.cat([self._hidden(document) for document in request.documents()])
+            states = self._hidden(request.documents())
             targets = request.targets()
             if targets is None and request.top_k is None and not request.logits:
                 return ForwardOutput(hidden_states=states if request.hidden_states else None)
@@ -111,10 +111,19 @@ class TransformersTrainer:
             raise ValueError(f"dp_reduce: op is {op!r}; expected sum, max or min")
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def _hidden(self, document: Tensor) -> Tensor:
-        out = self.model.model(input_ids=document[None].to(self.device), use_cache=False)
-        hidden: Tensor = out.last_hidden_state[0]
-        return hidden
+    def _hidden(self, documents: list[Tensor]) -> Tensor:
+        """Hidden states [T, H], each document through the layers alone.
+
+        Tokens are looked up together: the gradient of a look-up has the size of the vocabulary.
+        """
+        looked_up = self.model.model.embed_tokens(torch.cat(documents).to(self.device))
+        parts = looked_up.split([len(document) for document in documents])
+        return torch.cat(
+            [
+                self.model.model(inputs_embeds=part[None], use_cache=False).last_hidden_state[0]
+                for part in parts
+            ]
+        )
 
 
 def pick_targets(logprobs: Tensor, targets: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import unittest
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,15 @@ PAYLOAD = "shardproof"
 """Attribute of a test report that carries the result of its cell."""
 MARKER_HELP = (
     "parity(*topologies, timeout=None, requires=(), megatron=False, multiple_of={}, divisor_of={},"
-    " full_precision=False, dtype=None):"
+    " full_precision=False, dtype=None, reference_ignores=()):"
     " run the test as a parity case, once as the single-device reference and once on the ranks of"
     " each topology. timeout: seconds for one topology. requires: distributions that must be"
     " installed, such as 'transformers>=5'. megatron: set up megatron-core's parallel state."
     " multiple_of/divisor_of: what the size of an axis must be when it is above 1, such as"
     " multiple_of={'cp': 2}. full_precision: fail where a float64 reference computes in less."
     " dtype: in place of --parity-dtype, for a case that is about one dtype."
+    " reference_ignores: parameters that make no difference to the reference, which is then run"
+    " once for all of their values."
 )
 
 
@@ -40,12 +42,13 @@ class CaseOptions:
     """Keyword arguments of the parity marker, checked."""
 
     timeout: float | None = None
-    requires: tuple[str, ...] = ()
+    requires: Sequence[str] = ()
     megatron: bool = False
     multiple_of: Mapping[str, int] | None = None
     divisor_of: Mapping[str, int] | None = None
     full_precision: bool = False
     dtype: str | None = None
+    reference_ignores: Sequence[str] = ()
 
     def missing(self) -> str | None:
         """What is not installed of what the case needs, or None."""
@@ -122,6 +125,21 @@ def case_id(item: pytest.Item, cell: Cell) -> str:
     return f"{stem}[{'-'.join(parts)}]" if parts else stem
 
 
+def reference_key(item: pytest.Item, options: CaseOptions) -> str:
+    """What items with one reference have in common: the test, and its parameters that matter."""
+    stem = item.nodeid.partition("[")[0]
+    ignored = {RANK_FIXTURE, *options.reference_ignores}
+    chosen = [(name, at) for name, at in sorted(_indices(item).items()) if name not in ignored]
+    return f"{stem}{chosen}"
+
+
+def _indices(item: pytest.Item) -> Mapping[str, int]:
+    """Which value of each of its parameters an item has, by number."""
+    callspec = getattr(item, "callspec", None)
+    found: Mapping[str, int] = callspec.indices if callspec is not None else {}
+    return found
+
+
 def read_options(item: pytest.Item) -> CaseOptions:
     """Keyword arguments of the closest parity marker.
 
@@ -137,9 +155,16 @@ def read_options(item: pytest.Item) -> CaseOptions:
         raise CaseError(
             f"parity marker: expected keywords among {known}, got {sorted(given)}"
         ) from error
-    requires: object = options.requires
-    if isinstance(requires, str):
-        raise CaseError("parity marker: requires must be a list of names, got one string")
+    for keyword in ("requires", "reference_ignores"):
+        if isinstance(getattr(options, keyword), str):
+            raise CaseError(f"parity marker: {keyword} must be a list of names, got one string")
+    parameters = {name for name in _indices(item) if name != RANK_FIXTURE}
+    unknown = [name for name in options.reference_ignores if name not in parameters]
+    if unknown:
+        raise CaseError(
+            f"parity marker: reference_ignores names {unknown}, but the parameters of this case "
+            f"are {sorted(parameters) or 'none'}"
+        )
     for text in options.requires:
         try:
             Requirement(text)

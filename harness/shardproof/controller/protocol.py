@@ -21,6 +21,8 @@ from shardproof.cells import (
     case_id,
     cell_of,
     describe,
+    read_options,
+    reference_key,
 )
 from shardproof.controller.drive import Drive, run_to_end
 from shardproof.controller.fleets import FleetPool, StartError
@@ -62,8 +64,8 @@ class Controller:
         self._order = [item for item in items if cell_of(item)]
         self._at = {item.nodeid: number for number, item in enumerate(self._order)}
         self._pool.files = list(dict.fromkeys(str(item.path) for item in self._order))
-        # Topologies that each case still has to run, so that its reference can go after the last.
-        self._left = Counter(case_id(item, self._cell(item)) for item in self._order)
+        # Cells that each reference still serves, so that it can go after the last.
+        self._left = Counter(map(self._key, self._order))
 
     # Running ----------------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class Controller:
         except StartError as error:
             return [self._bad(item, case, "not started", str(error))]
         finally:
-            self._done_with(case.case)
+            self._done_with(self._key(item))
 
     def _run_cell(
         self,
@@ -214,9 +216,10 @@ class Controller:
         return self._pool.retire(drive.fleet) if self._settings.fresh else []
 
     def _reference(self, item: pytest.Item, case: Case, limit: float) -> Reference:
-        if case.case in self._references:
-            self._references.move_to_end(case.case)
-            return self._references[case.case]
+        key = reference_key(item, case.options)
+        if key in self._references:
+            self._references.move_to_end(key)
+            return self._references[key]
 
         def make_run(**paths: Any) -> Run:
             return Run(
@@ -236,17 +239,24 @@ class Controller:
         reference = make_reference(self._pool, make_run, limit=limit, name=item.name)
         if self._settings.fresh:
             self._pool.end_references()
-        self._references[case.case] = reference
+        self._references[key] = reference
         while len(self._references) > _REFERENCES_KEPT:
             _, oldest = self._references.popitem(last=False)
             _remove(oldest)
         return reference
 
-    def _done_with(self, case: str) -> None:
-        """Free a reference after its last topology."""
-        self._left[case] -= 1
-        if self._left[case] <= 0 and case in self._references:
-            _remove(self._references.pop(case))
+    def _key(self, item: pytest.Item) -> str:
+        """Key of the reference of an item, also of one whose marker is bad."""
+        try:
+            return reference_key(item, read_options(item))
+        except CaseError:
+            return item.nodeid
+
+    def _done_with(self, key: str) -> None:
+        """Free a reference after its last cell."""
+        self._left[key] -= 1
+        if self._left[key] <= 0 and key in self._references:
+            _remove(self._references.pop(key))
 
     def _next(self, item: pytest.Item, size: int, nextitem: pytest.Item | None) -> str | None:
         """The item that ranks of this size run next, so that higher-scoped fixtures end in time."""
