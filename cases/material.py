@@ -66,8 +66,8 @@ def make_request(rank: Rank, name: str, lengths: Sequence[tuple[int, int]]) -> R
     )
 
 
-def requests(rank: Rank) -> list[Request]:
-    """Three batches of different sizes, so that data-parallel ranks have unequal work.
+def requests(rank: Rank, count: int = 2) -> list[Request]:
+    """Batches of different sizes; with three, data-parallel ranks have unequally many as well.
 
     At least two documents straddle shards in every plan, and prefixes branch at two depths.
     """
@@ -75,7 +75,7 @@ def requests(rank: Rank) -> list[Request]:
         make_request(rank, "first", [(11, 6), (11, 14), (5, 8)]),
         make_request(rank, "second", [(7, 12), (0, 23)]),
         make_request(rank, "third", [(9, 2), (9, 11)]),
-    ]
+    ][:count]
 
 
 def multi_targets(rank: Rank, request: Request) -> Tensor:

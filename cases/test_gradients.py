@@ -45,7 +45,7 @@ def _weights(request: Request) -> Tensor:
 
 def test_decoder_and_head_gradients(rank: Rank, trainer: Trainer) -> None:
     """Each row's gradient reaches its owner once, unscaled; replicated weights are summed."""
-    for request in rank.split(requests(rank)):
+    for request in rank.split(requests(rank, 3)):
         output = trainer.forward(request.ask(target_tokens=request.targets))
         (_logprobs(output) * _weights(request)).sum().neg().backward()
     rank.observe_gradients(trainer.named_gradients())

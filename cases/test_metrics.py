@@ -29,7 +29,7 @@ def test_metrics_over_data_parallel_ranks(rank: Rank, trainer: Trainer) -> None:
     total = torch.zeros((), dtype=rank.dtype)
     rows = torch.zeros(40, dtype=rank.dtype)
     count, longest = 0, 0
-    for request in rank.split(requests(rank)):
+    for request in rank.split(requests(rank, 3)):
         output = trainer.forward(
             request.ask(target_tokens=request.targets, hidden_states=True, no_grad=True)
         )
