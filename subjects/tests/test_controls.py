@@ -1,4 +1,4 @@
-"""Each known fault, put into the trainer, fails the case that is about it, in words that name it."""
+"""Each known fault, put into the trainer, fails the case that is about it, by name."""
 
 from __future__ import annotations
 
