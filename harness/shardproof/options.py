@@ -178,9 +178,12 @@ def _positive_int(name: str, text: Any) -> int:
 
 
 def _check_preload(module: str) -> None:
-    """Refuse what is certainly no module; an import that raises is found by the fork server."""
+    """Refuse what is certainly no module; the rest is found by the fork server.
+
+    Only the first part of a dotted name is looked for: finding the others would import it here.
+    """
     try:
-        found = importlib.util.find_spec(module)
+        found = importlib.util.find_spec(module.partition(".")[0])
     except (ImportError, ValueError) as error:
         raise pytest.UsageError(f"shardproof_preload: cannot find {module!r}: {error}") from error
     if found is None:

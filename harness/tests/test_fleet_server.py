@@ -14,6 +14,7 @@ from shardproof.fleet import (
     ForkServer,
     MessageError,
     PreloadError,
+    PreloadThreadError,
     ServerError,
     SurvivorError,
     make_scratch,
@@ -95,7 +96,9 @@ def test_an_import_that_starts_a_thread_is_refused(
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(1000,), name='poller', daemon=True).start()"
     )
-    with pytest.raises(PreloadError, match=r"importing it started 1 thread.*in Python: 'poller'"):
+    with pytest.raises(
+        PreloadThreadError, match=r"importing it started 1 thread.*in Python: 'poller'"
+    ):
         make("json", name).start()
 
 

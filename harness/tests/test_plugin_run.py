@@ -408,6 +408,29 @@ def test_preload_that_raises_is_a_usage_error(pytester: pytest.Pytester) -> None
     assert "libnothing.so is missing" in text
 
 
+def test_a_preload_that_starts_threads_is_left_to_the_ranks(pytester: pytest.Pytester) -> None:
+    """A process with threads can't be forked safely, and some libraries start one on import."""
+    pytester.makepyfile(
+        threaded_preload="""
+            import threading, time
+
+            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+            """,
+        test_it="""
+            import pytest
+            import threaded_preload
+
+            @pytest.mark.parity("cp2")
+            def test_it(rank):
+                rank.observe("x", 1)
+            """,
+    )
+    pytester.syspathinsert()
+    result = pytester.runpytest("-o", "shardproof_preload=threaded_preload")
+    result.assert_outcomes(passed=1, warnings=1)
+    assert "threaded_preload starts threads when it is imported" in result.stdout.str()
+
+
 def test_bad_observations_fail_at_once_on_all_ranks(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         LAYER

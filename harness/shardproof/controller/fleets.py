@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from shardproof.fleet import (
     ForkServer,
     Message,
     PreloadError,
+    PreloadThreadError,
     make_scratch,
 )
 from shardproof.options import Settings
@@ -59,15 +61,34 @@ class FleetPool:
             pytest.UsageError: a module of ``shardproof_preload`` can't be imported.
         """
         if self._server is None:
+            self._server = self._start_server()
+        return self._server
+
+    def _start_server(self) -> ForkServer:
+        preload = [*PRELOAD, *self._settings.preload]
+        while True:
             self.scratch = make_scratch()
-            server = ForkServer(preload=[*PRELOAD, *self._settings.preload], scratch=self.scratch)
+            server = ForkServer(preload=preload, scratch=self.scratch)
             try:
                 server.start()
+            except PreloadThreadError as error:
+                server.close()
+                if error.module not in self._settings.preload:
+                    raise pytest.UsageError(f"shardproof: {error}") from error
+                # It works, only not in a process that is to be forked.
+                preload.remove(error.module)
+                warnings.warn(
+                    pytest.PytestWarning(
+                        f"shardproof_preload: {error.module} starts threads when it is imported, "
+                        "so each rank imports it by itself, which takes longer"
+                    ),
+                    stacklevel=2,
+                )
             except PreloadError as error:
                 server.close()
                 raise pytest.UsageError(f"shardproof_preload: {error}") from error
-            self._server = server
-        return self._server
+            else:
+                return server
 
     def get(self, label: str, size: int) -> Fleet:
         """The warm fleet called ``label``, forked anew when there is none.

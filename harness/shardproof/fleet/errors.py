@@ -47,3 +47,7 @@ class PreloadError(FleetError):
             f"cannot preload {self.module!r} for the ranks (no rank was started). Correct the "
             f"module, or take it off the preload list.\n{self.details.rstrip()}"
         )
+
+
+class PreloadThreadError(PreloadError):
+    """A module can be imported, but starts threads, and so must be imported in each rank."""

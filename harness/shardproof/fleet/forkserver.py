@@ -23,6 +23,7 @@ from .errors import (
     ChannelTimeout,
     FleetError,
     PreloadError,
+    PreloadThreadError,
     ServerError,
     SurvivorError,
 )
@@ -184,7 +185,8 @@ class ForkServer:
                 if event["event"] == "importing":
                     importing = event["module"]
                 elif event["event"] == "refused":
-                    raise PreloadError(event["module"], event["details"])
+                    kind = PreloadThreadError if event["threads"] else PreloadError
+                    raise kind(event["module"], event["details"])
                 else:
                     return
         except ChannelClosed as error:

@@ -131,11 +131,14 @@ class Server:
                     f"{', '.join(threads)}; in Python: {known or 'none'}). A process with "
                     "threads cannot be forked safely: import this module inside the ranks, or "
                     "let it start its threads when they are first needed.",
+                    threads=True,
                 )
             time.sleep(0.01)
 
-    def _refuse(self, module: str, details: str) -> Never:
-        self._control.send({"event": "refused", "module": module, "details": details})
+    def _refuse(self, module: str, details: str, *, threads: bool = False) -> Never:
+        self._control.send(
+            {"event": "refused", "module": module, "details": details, "threads": threads}
+        )
         self._leave(0, orphaned=False)
 
     def _install_signals(self) -> None:
