@@ -38,7 +38,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroups]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     made = RankGroups(0, 1)
-    made.ensure(SINGLE, str(tmp_path_factory.mktemp("store") / "store"), megatron=False)
+    made.ensure(SINGLE, tmp_path_factory.mktemp("store"), megatron=False)
     yield made
     made.close()
     torch.set_num_threads(threads)

@@ -49,7 +49,6 @@ class FleetPool:
         self._fleets: dict[str, Fleet] = {}
         self._made = 0
         self._directories = 0
-        self._stores = 0
         self._run_id = uuid.uuid4().hex
         self.files: list[str] = []
 
@@ -68,7 +67,9 @@ class FleetPool:
         preload = [*PRELOAD, *self._settings.preload]
         while True:
             self.scratch = make_scratch()
-            server = ForkServer(preload=preload, scratch=self.scratch)
+            # Gloo must neither look up this host's name nor be reachable from elsewhere.
+            interface = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+            server = ForkServer(preload=preload, scratch=self.scratch, env=interface)
             try:
                 server.start()
             except PreloadThreadError as error:
@@ -158,18 +159,16 @@ class FleetPool:
         path.mkdir(mode=0o700)
         return path
 
-    def new_store(self, fleet: Fleet) -> str:
-        """A rendezvous file for new groups.
+    def tmp_path(self, item: pytest.Item, role: str = "") -> str:
+        """A new directory for the ``tmp_path`` of one run, kept as pytest keeps its own.
 
-        It lasts as the fleet does, since groups that are kept go on using it.
+        Empty where no fixture asks for one.
         """
-        self._stores += 1
-        return str(fleet.directory / f"store-{self._stores}")
-
-    def tmp_path(self, name: str) -> Path:
-        """A new directory for the ``tmp_path`` of one cell, kept as pytest keeps its own."""
+        if "tmp_path" not in getattr(item, "fixturenames", ()):
+            return ""
+        name = f"{item.name}{role}"
         factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]
-        return factory.mktemp(re.sub(r"[\W]", "_", name)[:30], numbered=True)
+        return str(factory.mktemp(re.sub(r"[\W]", "_", name)[:30], numbered=True))
 
     def _healthy(self, fleet: Fleet) -> bool:
         return not any(isinstance(event, Exited) for event in fleet.poll(0))

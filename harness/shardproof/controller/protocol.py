@@ -180,8 +180,8 @@ class Controller:
             reference_dir=str(reference.directory),
             cell_dir=str(cell_dir),
             case_dir=str(reference.case_dir),
-            tmp_path=str(self._pool.tmp_path(item.name)),
-            store=self._pool.new_store(fleet),
+            tmp_path=self._pool.tmp_path(item),
+            rendezvous=str(fleet.directory),
             dtype=case.options.dtype or self._settings.dtype,
             seed=self._settings.seed,
             megatron=case.options.megatron,
@@ -236,7 +236,7 @@ class Controller:
                 **paths,
             )
 
-        reference = make_reference(self._pool, make_run, limit=limit, name=item.name)
+        reference = make_reference(self._pool, item, make_run, limit=limit)
         if self._settings.fresh:
             self._pool.end_references()
         self._references[key] = reference

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shardproof.controller.drive import Drive, drive_all, run_to_end
 from shardproof.controller.fleets import FleetPool, StartError
 from shardproof.controller.outcome import ending_of
@@ -38,14 +40,16 @@ class Reference:
 
 
 def make_reference(
-    pool: FleetPool, make_run: Callable[..., Run], *, limit: float, name: str
+    pool: FleetPool, item: pytest.Item, make_run: Callable[..., Run], *, limit: float
 ) -> Reference:
     """Run the reference, repeat it, run it under noise, and have the floors computed.
 
-    ``make_run(role=..., noise=..., tmp_path=..., store=..., reference_dir=..., cell_dir=...,
+    ``make_run(role=..., noise=..., tmp_path=..., rendezvous=..., reference_dir=..., cell_dir=...,
     case_dir=...)`` makes one run of the item.
     """
-    reference = Reference(pool.directory(f"reference-{name}"), pool.directory(f"case-{name}"))
+    reference = Reference(
+        pool.directory(f"reference-{item.name}"), pool.directory(f"case-{item.name}")
+    )
 
     def start(label: str, role: str, noise: int) -> Drive:
         cell_dir = pool.directory(f"{role}-{noise}")
@@ -53,8 +57,8 @@ def make_reference(
         run = make_run(
             role=role,
             noise=noise,
-            tmp_path=str(pool.tmp_path(f"{name}-{role}")),
-            store=pool.new_store(fleet),
+            tmp_path=pool.tmp_path(item, f"-{role}"),
+            rendezvous=str(fleet.directory),
             reference_dir=str(reference.directory),
             cell_dir=str(cell_dir),
             case_dir=str(reference.case_dir),

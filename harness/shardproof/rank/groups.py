@@ -9,8 +9,11 @@ counts; this module reports them.
 from __future__ import annotations
 
 import datetime as dt
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -59,14 +62,19 @@ class RankGroups:
     topologies: dict[str, TopologyGroups] = field(default_factory=dict)
     _kept: set[ProcessGroup] = field(default_factory=set)
     _point_to_point: int = 0
+    _store: dist.Store | None = None
+    _generation: int = 0
 
-    def ensure(self, topology: Topology, store: str, *, megatron: bool) -> TopologyGroups:
-        """Groups for ``topology``; the world is made over the file ``store`` when there is none."""
+    def ensure(self, topology: Topology, rendezvous: Path, *, megatron: bool) -> TopologyGroups:
+        """Groups for ``topology``; the world is made when there is none.
+
+        ``rendezvous`` is a private directory of this fleet.
+        """
         _watch_point_to_point()
         if self.world is None:
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(store, self.size),
+                store=self._new_store(rendezvous),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=_NEVER,
@@ -85,6 +93,16 @@ class RankGroups:
         self._kept = set(dist.distributed_c10d._world.pg_map)
         self._point_to_point = _usage.point_to_point
         return groups
+
+    def _new_store(self, rendezvous: Path) -> dist.Store:
+        """A store that no earlier group has used: a new prefix of one store that is kept.
+
+        File stores are polled every 10 ms, which would double what new groups cost.
+        """
+        if self._store is None:
+            self._store = _connect(rendezvous, self.rank, self.size)
+        self._generation += 1
+        return dist.PrefixStore(f"generation{self._generation}", self._store)
 
     def _make(self, topology: Topology) -> TopologyGroups:
         by_axis: dict[str, ProcessGroup] = {}
@@ -152,6 +170,33 @@ def same_counts(reports: Sequence[Mapping[str, Any]]) -> bool:
             if any(reports[rank]["counts"].get(key) != count for rank in members):
                 return False
     return True
+
+
+def _connect(rendezvous: Path, rank: int, size: int) -> dist.Store:
+    """The store of this fleet: rank 0 serves it on the loopback interface alone."""
+    if size == 1:
+        return dist.HashStore()
+    where = rendezvous / "store-port"
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
+        # The store takes over the descriptor; left to itself it would listen on every interface.
+        served = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        part = where.with_suffix(".part")
+        part.write_text(str(port), encoding="ascii")
+        part.replace(where)
+        return served
+    while not where.exists():  # the controller's limit ends this, with a stack that shows it
+        time.sleep(0.0005)
+    port = int(where.read_text(encoding="ascii"))
+    return dist.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
 
 
 def _alone(rank: int) -> ProcessGroup:

@@ -56,7 +56,10 @@ class ProcessState:
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, torch and (when loaded) NumPy, equally on all ranks."""
     random.seed(seed)
-    torch.manual_seed(seed)
+    # torch.manual_seed would queue a call, with a traceback, for a device that is not in use.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)

@@ -194,7 +194,7 @@ class RankSession:
             self._groups.close()
         dtype = getattr(torch, run.dtype)
         topology: Topology = parse_topology(run.topology, self._axes)
-        groups = self._groups.ensure(topology, run.store, megatron=run.megatron)
+        groups = self._groups.ensure(topology, Path(run.rendezvous), megatron=run.megatron)
         if dtype in (torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
         seed_everything(run.seed)

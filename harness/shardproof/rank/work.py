@@ -33,7 +33,7 @@ class Run:
 
     ``next_nodeid`` is the item that this rank really runs next, None when there is none.
     ``noise`` is the number of the noise run. Paths are directories made by the controller,
-    except ``store``, the rendezvous file of new process groups.
+    ``rendezvous`` being the fleet's own.
     """
 
     nodeid: str
@@ -46,7 +46,7 @@ class Run:
     cell_dir: str
     case_dir: str
     tmp_path: str
-    store: str
+    rendezvous: str
     dtype: str
     seed: int
     megatron: bool
