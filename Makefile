@@ -11,6 +11,15 @@ BIN := .venv/bin
 # Parts of the tree that exist, in the order in which they depend on each other.
 TESTED := $(wildcard harness/tests oracles subjects)
 CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
+# `make test PART=...`: unit, faults (ranks and sessions die) or controls (faults put into the trainer
+# must be caught). The whole check gives each a lane of its own.
+PART ?= all
+FAULTS := $(wildcard harness/tests/test_plugin_faults.py harness/tests/test_fleet_survivors.py)
+CONTROLS := $(wildcard subjects/tests/test_controls.py subjects/tests/test_floor_of_cases.py)
+CHOSEN_all := $(TESTED)
+CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(CONTROLS))
+CHOSEN_faults := $(FAULTS)
+CHOSEN_controls := $(CONTROLS)
 PROGRAMS := ci/benchmark ci/lock ci/setup ci/wheel
 
 # One thread a process: a cell runs as many processes as it has ranks.
@@ -24,7 +33,7 @@ parity: setup ## the parity cases, on every topology that they name
 	$(BIN)/pytest cases -m "not native" $(ARGS)
 
 test: setup ## the project's own tests
-	$(BIN)/pytest $(TESTED) -m "not native" $(ARGS)
+	$(BIN)/pytest $(CHOSEN_$(PART)) -m "not native" $(ARGS)
 
 lint: style types ## style, format and types
 
