@@ -17,6 +17,13 @@ from subjects.types import IGNORED, ForwardInput
 
 TOPOLOGIES = ("cp2", "cp4", "dp2xcp2", "tp2xcp2")
 VOCABULARY = 131
+AGAINST_ORACLE = {
+    "megatron": True,
+    "full_precision": True,
+    "requires": ["megatron-core>=0.16", "transformers>=5"],
+    "divisor_of": {"tp": 2},
+}
+"""What cases of the tiny model have in common, for the parity marker."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import TOPOLOGIES, probe_weight, requests
+from cases.material import AGAINST_ORACLE, TOPOLOGIES, probe_weight, requests
 from oracles.analytic import probe_gradient, probe_loss
 from subjects.types import ForwardOutput
 
@@ -18,14 +18,7 @@ if TYPE_CHECKING:
     from shardproof import Rank
     from subjects.protocol import Trainer
 
-pytestmark = pytest.mark.parity(
-    *TOPOLOGIES,
-    megatron=True,
-    full_precision=True,
-    requires=["megatron-core>=0.16", "transformers>=5"],
-    divisor_of={"tp": 2},
-    reference_ignores=["sharing"],
-)
+pytestmark = pytest.mark.parity(*TOPOLOGIES, **AGAINST_ORACLE, reference_ignores=["sharing"])
 
 
 def _logprobs(output: ForwardOutput) -> Tensor:

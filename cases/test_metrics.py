@@ -7,21 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cases.material import TOPOLOGIES, requests
+from cases.material import AGAINST_ORACLE, TOPOLOGIES, requests
 from subjects.types import IGNORED
 
 if TYPE_CHECKING:
     from shardproof import Rank
     from subjects.protocol import Trainer
 
-pytestmark = pytest.mark.parity(
-    *TOPOLOGIES,
-    megatron=True,
-    full_precision=True,
-    requires=["megatron-core>=0.16", "transformers>=5"],
-    divisor_of={"tp": 2},
-    reference_ignores=["sharing"],
-)
+pytestmark = pytest.mark.parity(*TOPOLOGIES, **AGAINST_ORACLE, reference_ignores=["sharing"])
 
 
 def test_metrics_over_data_parallel_ranks(rank: Rank, trainer: Trainer) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cases.material import TOPOLOGIES, VOCABULARY, multi_targets, requests
+from cases.material import AGAINST_ORACLE, TOPOLOGIES, VOCABULARY, multi_targets, requests
 from subjects.types import IGNORED, ForwardInput
 
 if TYPE_CHECKING:
@@ -16,13 +16,7 @@ if TYPE_CHECKING:
     from shardproof import Rank
     from subjects.protocol import Trainer
 
-_OPTIONS = {
-    "megatron": True,
-    "full_precision": True,
-    "requires": ["megatron-core>=0.16", "transformers>=5"],
-    "divisor_of": {"tp": 2},
-}
-pytestmark = pytest.mark.parity(*TOPOLOGIES, **_OPTIONS, reference_ignores=["sharing"])
+pytestmark = pytest.mark.parity(*TOPOLOGIES, **AGAINST_ORACLE, reference_ignores=["sharing"])
 
 
 def test_hidden_states(rank: Rank, trainer: Trainer) -> None:
@@ -185,7 +179,7 @@ def test_no_grad(rank: Rank, trainer: Trainer) -> None:
     rank.observe_gradients(trainer.named_gradients())
 
 
-@pytest.mark.parity(*TOPOLOGIES, **_OPTIONS, reference_ignores=["sharing", "plan"])
+@pytest.mark.parity(*TOPOLOGIES, **AGAINST_ORACLE, reference_ignores=["sharing", "plan"])
 @pytest.mark.parametrize("plan", ["balanced", "empty", "one_rank", "interleaved"])
 def test_plans(rank: Rank, build: BuildTrainer, sharing: str, plan: str) -> None:
     """Whatever rows a rank computes, in whatever order, and when it computes none."""
