@@ -327,6 +327,33 @@ def test_bad_observations_fail_at_once_on_all_ranks(pytester: pytest.Pytester) -
     assert "observes nothing" in result.stdout.str()
 
 
+def test_parameters_that_differ_between_processes(pytester: pytest.Pytester) -> None:
+    """Ranks collect for themselves: an id that no other process has can't be sent to them."""
+    pytester.makepyfile(
+        LAYER
+        + """
+    class Unsendable:
+        def __reduce__(self):
+            raise TypeError("never leaves its process")
+
+    @pytest.mark.parity("cp2")
+    @pytest.mark.parametrize("x", [os.urandom(4).hex()])
+    def test_random(rank, x):
+        rank.observe("x", 1)
+
+    @pytest.mark.parity("cp2")
+    @pytest.mark.parametrize("x", [Unsendable()])
+    def test_unsendable_value(rank, x):
+        rank.observe("x", 1)
+    """
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(errors=1, passed=1)
+    text = result.stdout.str()
+    assert "did not collect" in text
+    assert "parametrize over ordered, reproducible values" in text
+
+
 def test_reference_failures_are_not_the_topologys_fault(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         LAYER
