@@ -127,7 +127,7 @@ def table(cells: list[dict[str, Any]]) -> list[str]:
         ratios = [_worst(cell, scalar=scalar) for cell in worst]
         if any(ratio is not None for ratio in ratios):
             top = max(ratio for ratio in ratios if ratio is not None)
-            lines[-1] += f"; worst ratio of {title} {top:.2f}"
+            lines[-1] += f"; worst ratio of passed {title} {top:.2f}"
     return lines
 
 
@@ -150,9 +150,12 @@ def _shown(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "-"
     seconds = f"{cell['seconds']:.2f}s"
-    if cell["outcome"] != "passed":
-        return f"{cell['outcome'].upper()} {seconds}" if cell["seconds"] else cell["outcome"]
     ratio = _worst(cell)
+    if cell["outcome"] != "passed":
+        if not cell["seconds"]:
+            return str(cell["outcome"])
+        score = f" {ratio:.1e}" if cell["outcome"] == "diverged" and ratio is not None else ""
+        return f"{cell['outcome'].upper()}{score} {seconds}"
     return f"{ratio:.2f} {seconds}" if ratio is not None else f"exact {seconds}"
 
 

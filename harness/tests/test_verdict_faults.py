@@ -100,7 +100,7 @@ def test_fault(tmp_path: Path, kind: str, fault: str) -> None:
     assert words in world.text
     assert "tp2xcp4, rank " in world.text
     assert "test_verdict_faults.py:" in world.text
-    assert "Reproduce: pytest -k this" in world.text
+    assert "reproduce: pytest -k this" in world.text
 
 
 def test_the_message_tells_all_that_is_needed(tmp_path: Path) -> None:

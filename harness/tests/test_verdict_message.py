@@ -46,7 +46,7 @@ def test_the_first_failures_in_order_and_the_rest_in_a_line_each(tmp_path: Path)
     assert len(short) == SHOWN_IN_SHORT
     assert short[0].startswith("  layer7: diverged: ratio ")
     assert lines[-3] == f"  ... and {57 - 3 - SHOWN_IN_SHORT} more"
-    assert lines[-1] == "Reproduce: pytest -k this"
+    assert lines[-1] == "reproduce: pytest -k this"
     assert max(map(len, lines)) < 200
     assert outcome(verdicts) == "diverged"
 
@@ -56,7 +56,7 @@ def test_a_case_that_observes_nothing_has_failed() -> None:
     assert outcome([]) == "vacuous"
     text = render([], reproduce="pytest x", topology=parse_topology("cp2"))
     assert "observed nothing on cp2" in text
-    assert text.endswith("Reproduce: pytest x")
+    assert text.endswith("reproduce: pytest x")
 
 
 @pytest.mark.parametrize(

@@ -498,3 +498,17 @@ def test_every_rank_owns_its_share_and_must_judge(world: World) -> None:
         merge([parts[0], parts[0]])
     with pytest.raises(ValueError, match="each of 2 ranks"):
         recorders[0].judge(sealed[:1])
+
+
+def test_a_coverage_failure_shows_the_shape_of_the_rank_that_it_names(world: World) -> None:
+    """Shares of different sizes: the named rank's own shape, not that of the last one."""
+    held = {0: list(range(8)), 1: [6, 7, 8, 9, 10, 11]}
+
+    def body(rank: Rank) -> None:
+        rows = held[rank.coordinates["cp"]]
+        rank.observe("x", VALUE[rows], rows=rows)
+
+    verdict = world.one("cp2", body)
+    assert verdict["outcome"] == "coverage"
+    named = verdict["details"]["rank"]
+    assert verdict["details"]["actual"] == f"float64[{len(held[named])}, 16]"

@@ -90,6 +90,12 @@ class Judge:
         ):
             if not check(verdict, case):
                 break
+        rank = verdict.details.get("rank")
+        named = case.held.get(rank) if isinstance(rank, int) else None
+        if named is not None and "actual" in verdict.details:
+            # Ranks may hold parts of different shapes: show that of the rank which is named.
+            actual = describe(named.kind, named.dtype, named.shape)
+            verdict.details = {**verdict.details, "actual": actual}
         return verdict
 
     def _describe(self, verdict: Verdict, case: Case) -> None:

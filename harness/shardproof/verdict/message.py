@@ -79,7 +79,7 @@ def render(verdicts: Sequence[Mapping[str, Any]], *, reproduce: str, topology: T
         lines += [f"  {_line(verdict)}" for verdict in rest[:SHOWN_IN_SHORT]]
         if len(rest) > SHOWN_IN_SHORT:
             lines.append(f"  ... and {len(rest) - SHOWN_IN_SHORT} more")
-    lines += ["", f"Reproduce: {reproduce}"]
+    lines += ["", f"reproduce: {reproduce}"]
     return "\n".join(lines)
 
 
