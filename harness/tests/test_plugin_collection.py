@@ -81,6 +81,8 @@ def test_keyword_selects_by_topology(pytester: pytest.Pytester) -> None:
         (("-o", "shardproof_preload=no_such"), "shardproof_preload: cannot find module 'no_such'"),
         (("--pdb",), "--pdb can't be used with parity cases yet"),
         (("--trace",), "--trace can't be used with parity cases yet"),
+        (("--setup-plan",), "--setup-plan can't be used with parity cases yet"),
+        (("--setup-only",), "--setup-only can't be used with parity cases yet"),
     ],
 )
 def test_bad_settings_are_usage_errors_before_anything_starts(

@@ -157,6 +157,83 @@ def test_marker_timeout_and_a_loop_that_never_ends(pytester: pytest.Pytester) ->
     assert hangs["outcome"] == "reference failed"
 
 
+def test_ranks_that_go_different_ways_are_told_apart(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        PREAMBLE
+        + """
+    def other(rank, index=1):
+        return not rank.is_reference and rank.coordinates["cp"] == index
+
+    @pytest.mark.parity("cp2", timeout=4)
+    def test_one_waits_alone(rank):
+        rank.observe("x", torch.ones(3))
+        if other(rank):
+            dist.barrier()
+
+    @pytest.mark.parity("cp2")
+    def test_one_observes_less(rank):
+        if not other(rank):
+            rank.observe("only_on_one", torch.ones(3))
+        rank.observe("both", torch.ones(3))
+
+    @pytest.mark.parity("cp2")
+    def test_one_expects_to_fail(rank):
+        rank.observe("x", torch.ones(3) * (2 if other(rank, 0) else 1))
+        if other(rank):
+            pytest.xfail("known")
+
+    @pytest.mark.parity("cp2")
+    def test_a_forked_child_does_not_speak_for_its_rank(rank):
+        x = torch.ones(3)
+        if other(rank) and os.fork():
+            x = x + 1  # the rank is wrong, its child is right
+        rank.observe("x", x)
+
+    @pytest.mark.parity("cp2")
+    @pytest.mark.parametrize("n", range(3))
+    def test_after(rank, n):
+        rank.observe("x", torch.ones(3))
+    """
+    )
+    result = pytester.runpytest("--parity-timeout", "20")
+    result.assert_outcomes(failed=4, passed=3)
+    lines = (pytester.path / "reports/latest/run.jsonl").read_text("utf-8").splitlines()
+    cells = {cell["case"].partition("::test_")[2]: cell for cell in map(json.loads, lines[1:])}
+    alone = cells["one_waits_alone"]
+    assert (alone["outcome"], alone["root"]) == ("hung", 1)
+    less = cells["one_observes_less"]
+    assert less["outcome"] == "ranks disagree"
+    assert "only_on_one" in less["message"]
+    assert "and not on rank 1" in less["message"]
+    assert cells["one_expects_to_fail"]["outcome"] == "ranks disagree"
+    assert cells["a_forked_child_does_not_speak_for_its_rank"]["outcome"] == "diverged"
+
+
+def test_a_hang_at_import_on_ranks_ends(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks import test modules as they start: that has a limit too, and is not tried again."""
+    monkeypatch.setattr("shardproof.controller.fleets._LEAST_START_LIMIT", 3.0)
+    pytester.makepyfile(
+        PREAMBLE
+        + """
+    if os.environ.get("RANK"):
+        time.sleep(10_000)
+
+    @pytest.mark.parity("cp2")
+    @pytest.mark.parametrize("n", range(3))
+    def test_it(rank, n):
+        rank.observe("x", 1)
+    """
+    )
+    result = pytester.runpytest("--parity-timeout", "3")
+    result.assert_outcomes(errors=3)
+    text = result.stdout.str()
+    assert "were not ready within 3 s" in text
+    assert "time.sleep(10_000)" in text or "in <module>" in text
+    assert "not tried again" in text
+
+
 def _marked(token: str) -> list[int]:
     """Processes whose environment holds ``token``."""
     found = []

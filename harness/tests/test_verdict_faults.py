@@ -335,3 +335,24 @@ def test_values_larger_than_a_block(tmp_path: Path, size: tuple[int, ...]) -> No
     verdict = world.same("single", wrong)
     assert (verdict["outcome"], verdict["details"]["row"]) == ("diverged", size[0] - 1)
     assert verdict["details"]["column"] == (0 if len(size) == 1 else size[1] - 2)
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate"),
+    [
+        (numbers(5, 5).abs().add(1) * 1e19, numbers(5, 5).abs().add(1) * 2e19),
+        (numbers(5, 5).abs().add(1) * 1e150, numbers(5, 5).abs().add(1) * 2e150),
+        (torch.tensor([3e18, 1.0]), torch.tensor([float("inf"), 1.0])),
+        (torch.tensor([-float("inf"), 1.0]), torch.tensor([-1e300, 1.0], dtype=torch.float64)),
+        (torch.tensor([3e18]), torch.tensor([9e30])),
+    ],
+)
+def test_numbers_beyond_every_norm_are_not_all_alike(
+    tmp_path: Path, reference: torch.Tensor, candidate: torch.Tensor
+) -> None:
+    """A mask is out of a norm's range, but not every number out of it is the same mask."""
+    reference, candidate = reference.double(), candidate.double()
+    world = World(tmp_path)
+    world.reference(lambda rank: rank.observe("huge", rank.noise(reference)))
+    assert world.one("cp2", lambda rank: rank.observe("huge", reference))["outcome"] == "passed"
+    assert world.one("cp2", lambda rank: rank.observe("huge", candidate))["outcome"] == "diverged"

@@ -30,7 +30,8 @@ from shardproof.rank.work import SessionSetup
 
 ENTRY = "shardproof.rank.session:main"
 PRELOAD = (*DEFAULT_PRELOAD, "torch.distributed.device_mesh", "shardproof.rank.session")
-_START_LIMIT = 300.0
+# Ranks import test modules as they start; on a busy host that takes a while.
+_LEAST_START_LIMIT = 30.0
 _CLOSE_LIMIT = 30.0
 
 
@@ -49,6 +50,7 @@ class FleetPool:
         self._fleets: dict[str, Fleet] = {}
         self._made = 0
         self._directories = 0
+        self._hopeless: dict[str, str] = {}
         self._run_id = uuid.uuid4().hex
         self.files: list[str] = []
 
@@ -97,6 +99,8 @@ class FleetPool:
         Raises:
             StartError: a rank died or could not make its pytest session.
         """
+        if label in self._hopeless:
+            raise StartError(f"not tried again: {self._hopeless[label]}")
         fleet = self._fleets.get(label)
         if fleet is not None and not self._healthy(fleet):
             self.drop(fleet)
@@ -179,14 +183,18 @@ class FleetPool:
             size=size, entry=ENTRY, setup=self._setup(f"{label}-{self._made}"), label=label
         )
         waiting = set(range(size))
-        deadline = time.monotonic() + _START_LIMIT
+        limit = max(self._settings.timeout, _LEAST_START_LIMIT)
+        deadline = time.monotonic() + limit
         try:
             while waiting:
                 if time.monotonic() > deadline:
-                    raise StartError(
-                        f"ranks {sorted(waiting)} of {label} were not ready within "
-                        f"{_START_LIMIT:g} s\n{_texts(fleet.stacks())}"
+                    stacks = _texts(fleet.stacks())
+                    self._hopeless[label] = (
+                        f"ranks {sorted(waiting)} of {label} were not ready within {limit:g} s, "
+                        f"the limit of one case and at least {_LEAST_START_LIMIT:g} s; they import "
+                        f"the test modules as they start\n{stacks}"
                     )
+                    raise StartError(self._hopeless[label])
                 for event in fleet.poll(max(0.0, deadline - time.monotonic())):
                     match event:
                         case Message() if event.payload.get("type") == "ready":

@@ -40,6 +40,12 @@ from shardproof.rank.work import Run
 from shardproof.results import describe_fall
 from shardproof.topology import Topology
 
+_REFUSED = {
+    "usepdb": "--pdb",
+    "trace": "--trace",
+    "setupplan": "--setup-plan",  # implies the next
+    "setuponly": "--setup-only",
+}
 # Reference files that may stay in shared memory while other cases run (xdist, reordered tests).
 _REFERENCES_KEPT = 4
 
@@ -48,7 +54,7 @@ class Controller:
     """Runs parity items on ranks; everything else is left to pytest."""
 
     def __init__(self, config: pytest.Config, settings: Settings, items: list[pytest.Item]) -> None:
-        for option, name in (("usepdb", "--pdb"), ("trace", "--trace")):
+        for option, name in _REFUSED.items():
             if getattr(config.option, option, False):
                 raise pytest.UsageError(
                     f"{name} can't be used with parity cases yet: their code runs in rank "
@@ -139,7 +145,8 @@ class Controller:
             return [self._skipped(item, case, reason)]
         try:
             return self._run_cell(item, case, topology, nextitem)
-        except StartError as error:
+        except (StartError, OSError) as error:
+            # OSError: a full device, or a case that removed the directories of others.
             return [self._bad(item, case, "not started", str(error))]
         finally:
             self._done_with(self._key(item))

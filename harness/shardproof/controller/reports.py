@@ -107,7 +107,8 @@ def _failure(
 ) -> pytest.TestReport:
     root = drive.traces[ending.root or 0]
     data = root.reports.get(when)
-    if data is not None and data["outcome"] != "passed" and ending.outcome != "ranks disagree":
+    split = ending.outcome == "ranks disagree" and drive.verdicts is None
+    if data is not None and data["outcome"] != "passed" and not split:
         report = _from_rank(item, data)
         if report.outcome == "failed" and drive.verdicts is None:
             report.longrepr = _annotated(report.longrepr, _summary(drive, ending, footer))

@@ -80,6 +80,8 @@ class RankSession:
         except (Exception, SystemExit):  # noqa: BLE001 - whatever it was goes to the controller
             self._channel.send({"type": "broken", "text": traceback.format_exc()})
             return
+        # A child that a case forks must not speak for the rank.
+        os.register_at_fork(after_in_child=self._channel.close)
         self._channel.send({"type": "ready"})
         while True:
             try:

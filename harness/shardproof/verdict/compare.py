@@ -17,8 +17,11 @@ from .fingerprint import Fingerprint, widen
 from .records import Sample, Stats
 
 HUGE = 2.0**60
-"""From here on a number counts as infinite (with its sign): it stands for a mask, and one such
-number in an L2 norm would hide every other. Squares of what is left cannot overflow."""
+"""From here on a number is taken out of the norms and compared by itself: it stands for a mask, and
+one such number in an L2 norm would hide every other. Squares of what is left cannot overflow."""
+
+_SLACK_UNITS, _SLACK_MOST = 1024.0, 2.0**-6
+"""How far two such numbers may lie apart, relative to one of them: units of rounding, and a cap."""
 
 SMALLEST = 5e-324
 """The smallest positive float64."""
@@ -204,7 +207,11 @@ class Comparer:
         """Zeros for what no norm can take, counted, and where the two sides are not alike in it."""
         wild = masks(actual) | masks(expected)
         absent = actual.isnan()
-        alike = masks(actual) & masks(expected) & (actual.sign() == expected.sign())
+        # Two masks, or two numbers out of a norm's range: infinite both, or as equal as rounding
+        # leaves them. That neither is small does not make them the same number.
+        slack = min(_SLACK_UNITS * self._yardstick.unit, _SLACK_MOST)
+        near = (actual - expected).abs() <= slack * expected.abs()
+        alike = (actual == expected) | (near & masks(expected) & ~expected.isinf())
         wrong = wild & ~alike
         self.stats.nan += int(absent.sum())
         self.stats.infinite += int((wrong & ~absent).sum())

@@ -370,6 +370,6 @@ def caller() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OSError):  # a case may delete its working directory
         path = path.relative_to(Path.cwd())
     return f"{path}:{frame.f_lineno}"

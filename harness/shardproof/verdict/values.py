@@ -157,6 +157,10 @@ def _number(value: complex) -> Leaf:
 
 
 def _of_numpy(value: object, numpy: object) -> Leaf:
+    if isinstance(value, numpy.ma.MaskedArray):  # type: ignore[attr-defined]
+        raise BadValueError(
+            "expected a plain array, got a masked one: observe its filled() data and its mask"
+        )
     array = numpy.array(value)  # type: ignore[attr-defined]  # a module that is optional here
     try:
         return _of_tensor(torch.from_numpy(array))
