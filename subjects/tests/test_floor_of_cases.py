@@ -24,6 +24,12 @@ from shardproof.verdict.store import Reader, read_index
 
 LOWEST, HIGHEST = 0.5, 5.0
 ELEMENTS = 64
+# Cases of which nothing that is observed has so many elements.
+SHORT = {
+    "test_metrics.test_metrics_over_data_parallel_ranks",
+    "test_outputs.test_target_logprobs",
+    "test_outputs.test_targets_pick_from_their_own_logits",
+}
 SINGLE = parse_topology("single")
 CASES = {
     f"{module.__name__.rpartition('.')[2]}.{name}": body
@@ -165,7 +171,7 @@ def test_floor_is_the_rounding_error_of_the_reference(
         for name, error in errors.items()
         if store.measured[name].numel >= ELEMENTS and store.measured[name].norm > 0
     }
-    assert ratios or case == "test_metrics.test_metrics_over_data_parallel_ranks"
+    assert bool(ratios) == (case not in SHORT)
     outside = {name: value for name, value in ratios.items() if not LOWEST <= value <= HIGHEST}
     assert not outside
     assert all(map(math.isfinite, ratios.values()))
