@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 import time
 import uuid
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,12 +231,6 @@ class FleetPool:
             },
         )
         return asdict(setup)
-
-
-def remove(paths: Sequence[Path]) -> None:
-    """Remove directories of a finished case or cell."""
-    for path in paths:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _texts(stacks: dict[int, str]) -> str:

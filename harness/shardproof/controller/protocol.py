@@ -179,7 +179,6 @@ class Controller:
         new_groups = not self._settings.keep_groups or size in self._unclean
         run = Run(
             nodeid=item.nodeid,
-            file=str(item.path),
             next_nodeid=self._next(item, size, nextitem),
             topology=topology.name,
             role="candidate",
@@ -205,7 +204,7 @@ class Controller:
         if errors:
             reports = [report for report in reports if report.when != "teardown"]
             reports.append(_late_teardown(item, errors))
-        self._attach(item, reports, case, ending, drive, reference, footer)
+        self._attach(reports, case, ending, drive, reference, footer)
         return reports
 
     def _after(self, drive: Drive, size: int) -> list[str]:
@@ -231,7 +230,6 @@ class Controller:
         def make_run(**paths: Any) -> Run:
             return Run(
                 nodeid=item.nodeid,
-                file=str(item.path),
                 # It runs several times in a row; fixtures of higher scope end when another
                 # item needs others.
                 next_nodeid=item.nodeid,
@@ -307,23 +305,22 @@ class Controller:
             outcome="failed",
             longrepr=f"{outcome}: {text}\n\nreproduce: {footer}",
         )
-        self._attach(item, [report], case, Ending(outcome), None, None, footer)
+        self._attach([report], case, Ending(outcome), None, None, footer)
         return report
 
     def _skipped(self, item: pytest.Item, case: Case, reason: str) -> pytest.TestReport:
         report = skip_report(item, reason)
-        self._attach(item, [report], case, Ending("skipped"), None, None, "")
+        self._attach([report], case, Ending("skipped"), None, None, "")
         return report
 
     def _xfailed(self, item: pytest.Item, case: Case, reason: str) -> pytest.TestReport:
         report = skip_report(item, reason)
         report.wasxfail = reason
-        self._attach(item, [report], case, Ending("xfailed"), None, None, "")
+        self._attach([report], case, Ending("xfailed"), None, None, "")
         return report
 
     def _attach(
         self,
-        item: pytest.Item,
         reports: list[pytest.TestReport],
         case: Case,
         ending: Ending,
@@ -332,7 +329,6 @@ class Controller:
         footer: str,
     ) -> None:
         """Put the machine-readable result on the report that decides the cell."""
-        del item
         decisive = next((r for r in reports if r.outcome == "failed"), None)
         decisive = decisive or next((r for r in reports if r.when == "call"), reports[0])
         outcome = ending.outcome

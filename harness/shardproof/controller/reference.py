@@ -52,7 +52,6 @@ def make_reference(
     )
 
     def start(label: str, role: str, noise: int) -> Drive:
-        cell_dir = pool.directory(f"{role}-{noise}")
         fleet = pool.get(label, 1)
         run = make_run(
             role=role,
@@ -60,7 +59,7 @@ def make_reference(
             tmp_path=pool.tmp_path(item, f"-{role}"),
             rendezvous=str(fleet.directory),
             reference_dir=str(reference.directory),
-            cell_dir=str(cell_dir),
+            cell_dir=str(reference.directory),  # one rank has nobody to share with
             case_dir=str(reference.case_dir),
         )
         return Drive(fleet, run, limit=limit, reproduce="")

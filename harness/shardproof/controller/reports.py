@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,8 +206,3 @@ def _longrepr_text(report: Mapping[str, Any]) -> str:
         return str(longrepr)
     rebuilt = pytest.TestReport._from_json(dict(report))
     return rebuilt.longreprtext
-
-
-def relative(path: Path, root: Path) -> str:
-    """``path`` below ``root`` when it is, else whole."""
-    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardproof.fleet import STOP, Channel, ChannelClosed
 from shardproof.noise import NoiseMode
 from shardproof.rank.context import Rank
 from shardproof.rank.groups import RankGroups
-from shardproof.rank.hooks import CURRENT, RANK_PROCESS, Active, RankHooks, again, json_safe
+from shardproof.rank.hooks import CURRENT, RANK_PROCESS, Active, RankHooks, again
 from shardproof.rank.isolation import ProcessState, seed_everything
 from shardproof.rank.work import Run, run_from
 from shardproof.topology import Topology, declare_axes, parse_topology
@@ -183,7 +184,7 @@ class RankSession:
             state.restore()
         if run.role == "noise" and self._noise is not None:
             falls = [*self._noise.fallen, *self._noise.lower]
-            ended["fallen"] = [json_safe(vars_of(fall)) for fall in falls]
+            ended["fallen"] = [asdict(fall) for fall in falls]
         self._noise = None
         self._trim()
         return ended
@@ -262,9 +263,3 @@ class RankSession:
 def _resident_bytes() -> int:
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-def vars_of(record: object) -> dict[str, object]:
-    """Fields of a small record, whether or not it has slots."""
-    names = getattr(record, "__dataclass_fields__", None) or getattr(record, "__dict__", {})
-    return {name: getattr(record, name) for name in names}

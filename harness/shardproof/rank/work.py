@@ -37,7 +37,6 @@ class Run:
     """
 
     nodeid: str
-    file: str
     next_nodeid: str | None
     topology: str
     role: Role
@@ -53,8 +52,8 @@ class Run:
     new_groups: bool
 
 
-def to_message(kind: str, value: Run | SessionSetup) -> dict[str, Any]:
-    """A JSON-able message that carries a dataclass."""
+def to_message(kind: str, value: Run) -> dict[str, Any]:
+    """A JSON-able message that carries a run."""
     return {"do": kind, **asdict(value)}
 
 
