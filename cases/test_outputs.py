@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import Tensor
 
 from cases.material import AGAINST_ORACLE, TOPOLOGIES, VOCABULARY, multi_targets, requests
 from subjects.types import IGNORED, ForwardInput
@@ -183,9 +184,9 @@ def test_no_grad(rank: Rank, trainer: Trainer) -> None:
 @pytest.mark.parametrize("plan", ["balanced", "empty", "one_rank", "interleaved"])
 def test_plans(rank: Rank, build: BuildTrainer, sharing: str, plan: str) -> None:
     """Whatever rows a rank computes, in whatever order, and when it computes none."""
-    policies: dict[str, Callable[[int, int], list[list[int]]]] = {
-        "one_rank": lambda rows, cp: [[]] * (cp - 1) + [list(range(rows))],
-        "interleaved": lambda rows, cp: [list(range(rows))[::-1][at::cp] for at in range(cp)],
+    policies: dict[str, Callable[[Tensor, int], list[list[int]]]] = {
+        "one_rank": lambda work, cp: [[]] * (cp - 1) + [list(range(len(work)))],
+        "interleaved": lambda work, cp: [list(range(len(work)))[::-1][at::cp] for at in range(cp)],
     }
     trainer = build(sharing=sharing, plan=policies.get(plan, plan))
     for request in rank.split(requests(rank)):

@@ -8,45 +8,83 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from subjects.trainer.architecture import Architecture
 from subjects.trainer.packing import PackedRows
 
 Shards = Sequence[Sequence[int]]
-PlanPolicy = str | Shards | Callable[[int, int], Shards]
-"""A policy by name, the shards themselves, or a function of (rows, cp) that gives them."""
+PlanPolicy = str | Shards | Callable[[Tensor, int], Shards]
+"""A policy by name, the shards themselves, or a function of (work [R], cp) that gives them."""
+
+BLOCKS = 8
+"""Runs of rows for each rank that ``balanced`` deals: more even out better, and see more edges."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The packed rows of each context-parallel rank, in the order in which it computes them."""
+    """The packed rows of each context-parallel rank, in the order in which it computes them.
+
+    ``loads`` is the work of each shard, in keys attended to (see ``row_work``).
+    """
 
     shards: tuple[Tensor, ...]
+    loads: tuple[float, ...]
 
     @property
     def sizes(self) -> list[int]:
         """Rows of each shard."""
         return [len(shard) for shard in self.shards]
 
+    @property
+    def imbalance(self) -> float:
+        """The work of the busiest rank over that of the mean; 1 is even, cp is one rank alone."""
+        return max(self.loads) * len(self.loads) / sum(self.loads)
 
-def make_plan(policy: PlanPolicy, *, rows: int, cp: int) -> Plan:
-    """The plan of ``policy`` for ``rows`` packed rows on ``cp`` ranks.
 
-    ``"balanced"`` cuts the rows into equal runs. ``"uneven"`` cuts more, growing blocks and deals
-    them out of order, so that shards differ in size and hold several runs in a shuffled order.
-    ``"empty"`` is ``"uneven"`` with nothing for the last rank.
+def row_work(packed: PackedRows, *, linear: float) -> Tensor:
+    """What each row costs, float64 [R], on the CPU: the keys that it attends to, and ``linear``.
+
+    A row sees its own path through the prefix tree, which is its position + 1. ``linear`` is what
+    every row costs alike, in keys; ``linear_work`` gives it for a model.
+    """
+    return packed.positions.to(device="cpu", dtype=torch.float64) + 1 + linear
+
+
+def linear_work(architecture: Architecture) -> float:
+    """What the linear layers cost a row, in the cost of attending to one key.
+
+    Multiplications of a layer: A heads of D read a key and a value in 2 A D; the projections take
+    H (2 A + 2 G) D and the MLP 3 H F. The head is left out, since not every forward runs it.
+    """
+    width = architecture.heads * architecture.head_size
+    kv_width = architecture.kv_heads * architecture.head_size
+    per_row = architecture.hidden * (2 * width + 2 * kv_width + 3 * architecture.mlp)
+    return per_row / (2 * width)
+
+
+def make_plan(policy: PlanPolicy, *, work: Tensor, cp: int) -> Plan:
+    """The plan of ``policy`` for R packed rows of ``work`` [R] each on ``cp`` ranks.
+
+    ``"balanced"`` gives every rank about as much work: runs of rows, the heaviest first, each to
+    the rank with the least so far. ``"runs"`` cuts the rows into equal runs, of which the last are
+    the heaviest. ``"uneven"`` cuts more, growing blocks and deals them out of order, so that shards
+    differ in size and hold several runs in a shuffled order. ``"empty"`` is ``"uneven"`` with
+    nothing for the last rank.
 
     Raises:
         ValueError: an unknown name, or shards that don't hold each row exactly once.
     """
+    rows = len(work)
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise ValueError(f"plan is {policy!r}; expected one of {', '.join(POLICIES)}")
-        shards = POLICIES[policy](rows, cp)
+        shards = POLICIES[policy](work, cp)
     elif callable(policy):
-        shards = policy(rows, cp)
+        shards = policy(work, cp)
     else:
         shards = policy
     if len(shards) != cp:
@@ -56,17 +94,41 @@ def make_plan(policy: PlanPolicy, *, rows: int, cp: int) -> Plan:
             f"the plan's shards have {[len(shard) for shard in shards]} rows; expected each of "
             f"the {rows} packed rows 0..{rows - 1} exactly once over all shards"
         )
-    return Plan(tuple(torch.tensor(list(shard), dtype=torch.int64) for shard in shards))
+    tensors = tuple(torch.tensor(list(shard), dtype=torch.int64) for shard in shards)
+    return Plan(tensors, tuple(float(work[shard].sum()) for shard in tensors))
 
 
-def balanced(rows: int, cp: int) -> Shards:
-    """Contiguous runs, the first ones a row longer where the rows don't divide."""
+def balanced(work: Tensor, cp: int) -> Shards:
+    """Runs of equal length, the heaviest first, each to the rank with the least work so far.
+
+    That is Graham's longest-processing-time rule: the busiest rank has at most 4/3 - 1/(3 cp) of
+    what the best deal of the same runs gives it. A shard's runs lie in the order of the rows.
+    """
+    rows = len(work)
+    count = min(rows, BLOCKS * cp)
+    edges = [rows * at // count for at in range(count + 1)]
+    weights = [float(work[start:stop].sum()) for start, stop in pairwise(edges)]
+    loads = [0.0] * cp
+    mine: list[list[int]] = [[] for _ in range(cp)]
+    for block in sorted(range(count), key=lambda at: -weights[at]):
+        least = min(range(cp), key=loads.__getitem__)
+        loads[least] += weights[block]
+        mine[least].append(block)
+    return [
+        [row for block in sorted(blocks) for row in range(edges[block], edges[block + 1])]
+        for blocks in mine
+    ]
+
+
+def runs(work: Tensor, cp: int) -> Shards:
+    """Contiguous runs of equal length, the last ones a row longer where the rows don't divide."""
+    rows = len(work)
     return [list(range(rows * at // cp, rows * (at + 1) // cp)) for at in range(cp)]
 
 
-def uneven(rows: int, cp: int) -> Shards:
+def uneven(work: Tensor, cp: int) -> Shards:
     """Blocks with sizes near 1:2:3:..., dealt in turn, the last block first."""
-    count = 2 * cp + 1
+    rows, count = len(work), 2 * cp + 1
     weight = count * (count + 1) // 2
     edges = [rows * (at * (at + 1) // 2) // weight for at in range(count + 1)]
     shards: list[list[int]] = [[] for _ in range(cp)]
@@ -75,13 +137,14 @@ def uneven(rows: int, cp: int) -> Shards:
     return shards
 
 
-def empty(rows: int, cp: int) -> Shards:
+def empty(work: Tensor, cp: int) -> Shards:
     """As uneven, but the last rank has nothing to do; one rank alone has everything."""
-    return [*uneven(rows, cp - 1), []] if cp > 1 else uneven(rows, 1)
+    return [*uneven(work, cp - 1), []] if cp > 1 else uneven(work, 1)
 
 
-POLICIES: dict[str, Callable[[int, int], Shards]] = {
+POLICIES: dict[str, Callable[[Tensor, int], Shards]] = {
     "balanced": balanced,
+    "runs": runs,
     "uneven": uneven,
     "empty": empty,
 }

@@ -242,7 +242,8 @@ class TrainerRank:
 
     def _local_rows(self, request: ForwardInput) -> LocalRows:
         packed = packing.pack(request.documents(), sharing=self.sharing).to(self.device)
-        shards = plan.make_plan(self.policy, rows=packed.rows, cp=self.groups.cp.size())
+        work = plan.row_work(packed, linear=plan.linear_work(self.architecture))
+        shards = plan.make_plan(self.policy, work=work, cp=self.groups.cp.size())
         return plan.local_rows(
             packed, shards, cp_rank=self.groups.cp.rank(), tp=self.groups.tp.size()
         )
