@@ -38,6 +38,7 @@ class Settings:
     max_ranks: int
     preload: tuple[str, ...]
     report: Path
+    ledger: bool
 
 
 SETTINGS = pytest.StashKey[Settings]()
@@ -84,6 +85,13 @@ def add_options(parser: pytest.Parser) -> None:
         default=DEFAULT_REPORT,
         metavar="DIR",
         help=f"where run.jsonl is written, relative to the rootdir (default: {DEFAULT_REPORT})",
+    )
+    group.addoption(
+        "--parity-ledger",
+        choices=("on", "off"),
+        default="on",
+        help="record the collectives of every rank, to name those that differ between ranks and "
+        "those in which a rank hangs (default: on)",
     )
     parser.addini(
         "shardproof_preload",
@@ -151,6 +159,7 @@ def read_settings(config: pytest.Config) -> Settings:
         max_ranks=max_ranks,
         preload=preload,
         report=config.rootpath / config.getoption("--parity-report"),
+        ledger=config.getoption("--parity-ledger") == "on",
     )
 
 

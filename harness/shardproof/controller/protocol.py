@@ -27,6 +27,7 @@ from shardproof.cells import (
 from shardproof.controller.drive import Drive, run_to_end
 from shardproof.controller.fleets import FleetPool, StartError
 from shardproof.controller.outcome import Ending, ending_of
+from shardproof.controller.watch import collectives_of
 from shardproof.controller.reference import Reference, make_reference
 from shardproof.controller.reports import (
     cell_reports,
@@ -192,6 +193,7 @@ class Controller:
             seed=self._settings.seed,
             megatron=case.options.megatron,
             new_groups=new_groups,
+            ledger=self._settings.ledger,
         )
         footer = reproduce_line(item, self._settings, topology.name)
         drive = run_to_end(Drive(fleet, run, limit=limit, reproduce=footer))
@@ -238,6 +240,7 @@ class Controller:
                 seed=self._settings.seed,
                 megatron=case.options.megatron,
                 new_groups=False,
+                ledger=False,
                 **paths,
             )
 
@@ -344,6 +347,8 @@ class Controller:
             "seconds": round(drive.seconds, 4) if drive else 0.0,
             "observations": [_public(verdict) for verdict in (drive and drive.verdicts) or []],
         }
+        if drive is not None and drive.run.ledger:
+            result["collectives"] = collectives_of(drive)
         if reference is not None:
             result["reference_seconds"] = round(reference.seconds, 4)
             if reference.fallen:
