@@ -14,13 +14,13 @@ CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
 # `make test PART=...`: unit, faults (ranks and sessions die) or controls (faults put into the trainer
 # must be caught). The whole check gives each a lane of its own.
 PART ?= all
-FAULTS := $(wildcard harness/tests/test_plugin_faults.py harness/tests/test_fleet_survivors.py)
+FAULTS := $(wildcard harness/tests/test_plugin_faults.py harness/tests/test_fleet_survivors.py harness/tests/test_ledger_cells.py)
 CONTROLS := $(wildcard subjects/tests/test_controls.py subjects/tests/test_floor_of_cases.py)
 CHOSEN_all := $(TESTED)
 CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(CONTROLS))
 CHOSEN_faults := $(FAULTS)
 CHOSEN_controls := $(CONTROLS)
-PROGRAMS := ci/benchmark ci/lock ci/setup ci/wheel
+PROGRAMS := ci/benchmark ci/ledger_suite ci/lock ci/setup ci/wheel
 
 # One thread a process: a cell runs as many processes as it has ranks.
 export OMP_NUM_THREADS ?= 1

@@ -130,10 +130,10 @@ def messages(world: World) -> Any:
     found.append((type(work).__name__, type(received).__name__))
     found.append((received.wait(), work.wait(), received._source_rank(), y.clone()))
     if world.rank == 0:
-        sources = [dist.recv(y) for _ in range(world.size - 1)]
+        sources = [dist.recv(y, tag=5) for _ in range(world.size - 1)]
         found.append(sorted(sources))
     else:
-        found.append(dist.send(x, 0))
+        found.append(dist.send(x, 0, tag=5))
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)]
     )
@@ -232,20 +232,14 @@ def groups(world: World) -> Any:
             continue
         x = world.values(3)
         dist.all_reduce(x, group=group)
-        found.append((x, dist.get_process_group_ranks(group), dist.get_group_rank(group, world.rank)))
+        found.append(
+            (x, dist.get_process_group_ranks(group), dist.get_group_rank(group, world.rank))
+        )
         found.append(group._get_sequence_number_for_group())
     sub, every = dist.new_subgroups(2)
     x = world.values(2)
     dist.all_reduce(x, group=sub)
     found += [x, len(every), trial(lambda: dist.split_group(world.group, [[0, 1]]))]
-    half = trial(lambda: world.group.split_group([0, 1], group_name="half"))
-    if isinstance(half, dist.ProcessGroup):
-        x = world.values(3)
-        half.allreduce([x]).wait()
-        y = functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", "half"))
-        found += [x, y, half.size(), half.group_name]
-    else:
-        found.append(half)
     if pair != dist.GroupMember.NON_GROUP_MEMBER:
         dist.destroy_process_group(pair)
     return found
@@ -277,7 +271,12 @@ def plain_methods(world: World) -> Any:
     group: Any = world.group
     x = world.values(2)
     outs = [torch.zeros(2) for _ in range(world.size)]
-    found = [group.allreduce(x).wait(), x.clone(), group.allreduce([x], dist.ReduceOp.MAX).wait(), x]
+    found = [
+        group.allreduce(x).wait(),
+        x.clone(),
+        group.allreduce([x], dist.ReduceOp.MAX).wait(),
+        x,
+    ]
     found += [group.broadcast(x, 1).wait(), x, group.allgather(outs, x).wait(), outs]
     found += [group.reduce(x, 0).wait(), x]
     out = torch.zeros(2 * world.size)
@@ -344,9 +343,7 @@ def ddp(world: World) -> Any:
     losses = _train(wrapped, world)
     with wrapped.no_sync():
         wrapped(torch.ones(2, 8)).sum().backward()
-    unlike = nn.Linear(2 + world.rank, 2)
-    refused = trial(lambda: nn.parallel.DistributedDataParallel(unlike))
-    return losses, [p.detach() for p in model.parameters()], refused[0], "" if world.size > 2 else refused[1]
+    return losses, [p.detach() for p in model.parameters()]
 
 
 @probe
@@ -364,7 +361,13 @@ def fsdp(world: World) -> Any:
 
 @probe
 def dtensor(world: World) -> Any:
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor import (
+        Partial,
+        Replicate,
+        Shard,
+        distribute_module,
+        distribute_tensor,
+    )
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -383,8 +386,14 @@ def dtensor(world: World) -> Any:
     out.sum().backward()
     grads = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
     partial = distribute_module(nn.Linear(4, 4), world.mesh)(torch.ones(2, 4))
-    return x.full_tensor(), y.to_local(), z.full_tensor(), out, grads, type(partial).__name__, str(
-        Partial()
+    return (
+        x.full_tensor(),
+        y.to_local(),
+        z.full_tensor(),
+        out,
+        grads,
+        type(partial).__name__,
+        str(Partial()),
     )
 
 
@@ -512,32 +521,11 @@ def equal(one: Any, two: Any) -> bool:
             return False
         return one.dtype == two.dtype and one.shape == two.shape and one.equal(two)
     if isinstance(one, dict):
-        return isinstance(two, dict) and one.keys() == two.keys() and all(
-            equal(one[key], two[key]) for key in one
+        return (
+            isinstance(two, dict)
+            and one.keys() == two.keys()
+            and all(equal(one[key], two[key]) for key in one)
         )
     if isinstance(one, list | tuple):
         return type(one) is type(two) and len(one) == len(two) and all(map(equal, one, two))
     return bool(one == two)
-
-
-def main() -> None:
-    import sys
-
-    size = int(sys.argv[1])
-    names = sys.argv[2:] or None
-    without = run_battery(size, ledger=False, names=names)
-    with_it = run_battery(size, ledger=True, names=names)
-    for rank, (one, two) in enumerate(zip(without, with_it, strict=True)):
-        print(rank, {n for n in one if not equal(one[n], two[n])} or "equal")
-        for name in one:
-            if not equal(one[name], two[name]):
-                print("WITHOUT", name, one[name])
-                print("WITH   ", name, two[name])
-    if size == 2:
-        for name, answer in without[0].items():
-            print(name, str(answer)[:700])
-    print(with_it[0]["ledger"]["totals"])
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,6 @@ from shardproof.cells import (
 from shardproof.controller.drive import Drive, run_to_end
 from shardproof.controller.fleets import FleetPool, StartError
 from shardproof.controller.outcome import Ending, ending_of
-from shardproof.controller.watch import collectives_of
 from shardproof.controller.reference import Reference, make_reference
 from shardproof.controller.reports import (
     cell_reports,
@@ -35,6 +34,7 @@ from shardproof.controller.reports import (
     simple_report,
     skip_report,
 )
+from shardproof.controller.watch import collectives_of
 from shardproof.options import Settings
 from shardproof.rank.groups import same_counts
 from shardproof.rank.work import Run

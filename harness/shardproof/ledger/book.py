@@ -236,7 +236,7 @@ class Book:
         peer: int | None,
         tag: int | None,
         site: Any,
-        backward: bool,
+        backward: bool,  # noqa: FBT001 - called at one place, in the order of the key
     ) -> _Call:
         handed_out, handed_in = (
             sum(
@@ -283,9 +283,7 @@ class Book:
         total = self._totals.setdefault((group.axis, operation.name), [0, 0, 0])
         return _Call(page.encode_call(call), call["match"], size, total)
 
-    def _write(
-        self, call: _Call, line: _Group | _Channel, before: tuple[int, int]
-    ) -> Mark:
+    def _write(self, call: _Call, line: _Group | _Channel, before: tuple[int, int]) -> Mark:
         memory = self._memory
         if memory is None:
             memory = self._memory = self._make()

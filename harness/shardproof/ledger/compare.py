@@ -39,7 +39,7 @@ def members(key: str) -> list[int]:
 
 
 def collectives(ledger: Ledger, key: str) -> dict[int, Entry]:
-    """A rank's collectives of one group by their number; a refused call gives way to a later one."""
+    """A rank's collectives of a group by number; a refused call gives way to a later one."""
     found: dict[int, Entry] = {}
     for entry in ledger.entries:
         if entry.group == key and entry.channel is None:
@@ -138,9 +138,7 @@ def equal_ends(reports: Mapping[int, Mapping[str, Any]]) -> bool:
     return not _unpaired_channels(reports)
 
 
-def _where(
-    key: str, ends: Mapping[int, tuple[int, ...]], ledgers: Sequence[Ledger]
-) -> Difference:
+def _where(key: str, ends: Mapping[int, tuple[int, ...]], ledgers: Sequence[Ledger]) -> Difference:
     conflict = _conflict_of(key, ledgers)
     if conflict is not None:
         return conflict
@@ -172,7 +170,7 @@ def same_target(channel: str, other: str) -> bool:
     """Whether messages of both channels may be received by a receive from any source."""
     group, ends, tag = channel.split("|")
     return (group, ends.partition(">")[2], tag) == (
-        other.split("|")[0],
+        other.split("|", maxsplit=1)[0],
         other.split("|")[1].partition(">")[2],
         other.split("|")[2],
     )
@@ -241,9 +239,7 @@ def _unpaired(
     return unpaired_at(channel, ends, target if source is None else source)
 
 
-def unpaired_at(
-    channel: str, ends: Mapping[str, list[Entry]], partner: int
-) -> Difference:
+def unpaired_at(channel: str, ends: Mapping[str, list[Entry]], partner: int) -> Difference:
     """The difference that a message of a channel has no partner; ``partner`` should have one."""
     sent, received = len(ends["send"]), len(ends["recv"])
     longer = "send" if sent > received else "recv"
@@ -252,7 +248,7 @@ def unpaired_at(
     entry = ends[longer][number] if number < len(ends[longer]) else None
     alone = target if longer == "recv" else (ends_of(channel)[0] or 0)
     lonely = partner if longer == "recv" else target
-    group = channel.split("|")[0]
+    group = channel.split("|", maxsplit=1)[0]
     axis = entry.axis if entry is not None else group
     entries: dict[int, Entry | None] = {alone: entry}
     if lonely != alone:
@@ -264,7 +260,7 @@ def unpaired_at(
 
 
 def _odd_one(kinds: list[list[int]]) -> tuple[int, int]:
-    """The rank that differs, and one of those it differs from: the smaller party, else the later."""
+    """The rank that differs (of the smaller party, else the later), and one it differs from."""
     most = max(kinds, key=lambda ranks: (len(ranks), -min(ranks)))
     rest = [ranks for ranks in kinds if ranks is not most]
     return min(min(ranks) for ranks in rest), min(most)

@@ -1,10 +1,10 @@
 """Puts the ledger below every operation of every process group of this process.
 
-The process groups stay what they are. What is replaced is the kernel that torch's dispatcher runs
-for each ``c10d::`` operation: one that writes the call down and then runs the kernel that was there.
-So it does not matter who calls (Python, DDP's C++ reducer, functional collectives, compiled code) or
-how the group was made, and a group's type, backend, name, store, options, sequence numbers and
-errors are its own. When a call ends is seen where Python waits (``Work.wait``) and where functional
+The process groups stay what they are. Each ``c10d::`` operation gets a kernel of its own in torch's
+dispatcher, above those of the backends, which writes the call down and dispatches it on. So it does
+not matter who calls (Python, DDP's C++ reducer, functional collectives, compiled code) or how the
+group was made, and a group's type, backend, name, store, options, sequence numbers and errors are
+its own. When a call ends is seen where Python waits (``Work.wait``) and where functional
 collectives wait (``wait_tensor``); DDP's reducer waits in C++, where nobody sees it.
 """
 
@@ -14,7 +14,6 @@ import functools
 import os
 import sys
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -37,7 +36,9 @@ from shardproof.ledger.operations import (
 from shardproof.ledger.sites import Sites
 
 OFF: Final = "--parity-ledger off"
-_DEVICES: Final = ("CPU", "CUDA", "XPU", "PrivateUse1", "SparseCPU", "SparseCUDA")
+# Every call passes this key, right above the backends and below autograd and all modes; no
+# operation of process groups has a kernel there.
+_KEY: Final = "BackendSelect"
 _AWAITED: Final = 1024
 
 
@@ -95,35 +96,15 @@ def install() -> None:
     if _state.installed:
         return
     check_known(operation_names(), dir(dist.ProcessGroup))
-    if not hasattr(torch.library, "get_kernel"):
-        raise LedgerError(
-            f"the ledger needs torch.library.get_kernel, which torch {torch.__version__} does not "
-            f"have; use torch 2.11 or newer, or run with {OFF}"
-        )
     library = torch.library.Library("c10d", "IMPL")
     functional = torch.library.Library("_c10d_functional", "IMPL")
     _state.libraries = [library, functional]
-    with warnings.catch_warnings():
-        # torch warns once that a kernel is replaced, which is what is meant here.
-        warnings.simplefilter("ignore")
-        for operation in OPERATIONS:
-            for device in _DEVICES:
-                name = f"c10d::{operation.schema}"
-                if not torch._C._dispatch_has_kernel_for_dispatch_key(name, device):
-                    continue
-                kernel = torch.library.get_kernel(name, device)
-                library.impl(
-                    operation.schema,
-                    _recording(operation, kernel),
-                    device,
-                    with_keyset=True,
-                    allow_override=True,
-                )
-        for device in ("CPU", "CUDA", "PrivateUse1"):
-            kernel = torch.library.get_kernel("_c10d_functional::wait_tensor", device)
-            functional.impl(
-                "wait_tensor", _seen_waiting(kernel), device, with_keyset=True, allow_override=True
-            )
+    for operation in OPERATIONS:
+        if operation.schema in operation_names():
+            run = _onwards(getattr(torch.ops.c10d, operation.schema).default)
+            library.impl(operation.schema, _recording(operation, run), _KEY, with_keyset=True)
+    run = _onwards(torch.ops._c10d_functional.wait_tensor.default)
+    functional.impl("wait_tensor", _seen_waiting(run), _KEY, with_keyset=True)
     for method in recorded_methods():
         if hasattr(dist.ProcessGroup, method):
             setattr(dist.ProcessGroup, method, _binding(getattr(dist.ProcessGroup, method)))
@@ -165,16 +146,30 @@ def _forget() -> None:
     _state.book = None
 
 
-def _recording(operation: Operation, kernel: Any) -> Callable[..., Any]:
-    """The kernel of an operation, and before it the entry in the book."""
-    run = kernel.call_boxed
+def _onwards(operation: Any) -> Callable[..., Any]:
+    """Dispatches a call to the backend, without Python's global lock.
+
+    Gloo's threads may want that lock while they hold one of Gloo's own.
+    """
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    redispatch = operation._handle.redispatch_boxed
+
+    def run(keys: Any, *args: Any) -> Any:
+        return redispatch(keys & below, *args)
+
+    return run
+
+
+def _recording(operation: Operation, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The entry in the book, and then the operation."""
     position = operation.asynchronous
+    meta = torch._C.DispatchKey.Meta
 
     def record(keys: Any, *args: Any) -> Any:
         book = _state.book
-        if book is None:
+        if book is None or keys.has(meta):  # nobody says anything with shapes alone
             return run(keys, *args)
-        mark, outputs = book.open(operation, args, sys._getframe(1))
+        mark, outputs = book.open(operation, args, sys._getframe().f_back)
         _thread.mark = mark
         try:
             result = run(keys, *args)
@@ -203,9 +198,7 @@ def _await_tensors(outputs: list[Any], mark: Mark) -> None:
         awaited.popitem(last=False)
 
 
-def _seen_waiting(kernel: Any) -> Callable[..., Any]:
-    run = kernel.call_boxed
-
+def _seen_waiting(run: Callable[..., Any]) -> Callable[..., Any]:
     def wait_tensor(keys: Any, tensor: torch.Tensor) -> Any:
         mark = None
         if _state.book is not None and _state.tensors:

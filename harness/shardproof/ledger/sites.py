@@ -57,7 +57,7 @@ class Sites:
             self._is_inner.clear()
         path = code.co_filename
         # <frozen importlib>, <string>, <eval_with_key>: code that somebody generated.
-        inner = path.startswith("<") or "torchinductor_" in path or path.startswith(self._inner)
+        inner = path.startswith(("<", *self._inner)) or "torchinductor_" in path
         self._is_inner[code] = inner
         return inner
 

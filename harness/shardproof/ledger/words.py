@@ -119,15 +119,15 @@ def columns(difference: Difference) -> list[str]:
         entry = difference.entries.get(left)
         return [f"rank {left}: {_call(entry)} {place_of(entry)}"] if entry is not None else []
     rows: list[tuple[str, list[str], list[str]]] = [("", [f"rank {left}"], [f"rank {right}"])]
-    before = {rank: {e.sequence: e for e in difference.before.get(rank, [])} for rank in (left, right)}
-    for number in sorted({*before[left], *before[right]}):
-        rows.append(
-            (f"  #{number}", _cell(before[left].get(number)), _cell(before[right].get(number)))
-        )
+    before = {
+        rank: {e.sequence: e for e in difference.before.get(rank, [])} for rank in (left, right)
+    }
+    rows += [
+        (f"  #{number}", _cell(before[left].get(number)), _cell(before[right].get(number)))
+        for number in sorted({*before[left], *before[right]})
+    ]
     ends = difference.entries
-    rows.append(
-        (f"> #{difference.sequence}", _cell(ends.get(left)), _cell(ends.get(right)))
-    )
+    rows.append((f"> #{difference.sequence}", _cell(ends.get(left)), _cell(ends.get(right))))
     width = max(len(line) for _, cell, _ in rows for line in cell)
     mark = max(len(text) for text, _, _ in rows)
     lines = []
