@@ -26,8 +26,13 @@ def test_every_answer_is_the_same_with_and_without(size: int) -> None:
         assert not unlike, f"rank {rank}"
         assert one.keys() == two.keys() >= PROBES.keys()
         called = {operation for _, operation, *_ in ledger["totals"]}
-        assert called >= {operation.name for operation in OPERATIONS} - _not_called(rank)
+        wanted = {operation.name for operation in OPERATIONS} - _NOT_IN_GLOO - _not_called(rank)
+        assert called >= wanted
         assert ledger["messages"] > 0
+
+
+# Gloo refuses them (all versions, and those before 2.13), which torch's Python side knows.
+_NOT_IN_GLOO = {"all_gather_coalesced", "reduce_scatter"}
 
 
 def _not_called(rank: int) -> set[str]:
@@ -51,7 +56,8 @@ def test_every_operation_and_method_is_recorded_or_silent() -> None:
     methods = {name for name in dir(dist.ProcessGroup) if not name.startswith("__")}
     assert methods <= recorded_methods().keys() | SILENT_METHODS
     assert not recorded_methods().keys() & SILENT_METHODS
-    assert set(kernels.operation_names()) == {op.schema for op in OPERATIONS} | LOCAL
+    known = {operation.schema for operation in OPERATIONS}
+    assert known <= set(kernels.operation_names()) <= known | LOCAL
 
 
 @pytest.mark.parametrize(
