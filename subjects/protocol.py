@@ -6,14 +6,14 @@ A case drives a ``Trainer`` and observes what comes back. A trainer sees of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from subjects.types import ForwardInput, ForwardOutput
+from subjects.types import ForwardInput, ForwardOutput, MicroBatch, Nested
 
 Placement = Mapping[str, object]
 """How this rank's part lies in the whole value, in the words of an observation.
@@ -55,6 +55,18 @@ class Trainer(Protocol):
 
     def forward(self, request: ForwardInput) -> ForwardOutput:
         """Run the model; a collective of the TP and CP ranks of a batch."""
+
+    def forward_micro_batches(
+        self, inputs: Sequence[Nested], *, yield_empty: bool = False
+    ) -> Iterator[MicroBatch]:
+        """Deal the elements of ``inputs``, which every rank passes, over DP and run them lazily.
+
+        ``yield_empty``: a rank without an element in the last wave gets ``MicroBatch(None, None)``,
+        so that all ranks loop equally often.
+        """
+
+    def dp_rank_forward(self, inputs: Nested) -> Any:
+        """Run inputs that are this DP rank's own; answers nested as the inputs were."""
 
     def parameter(self, name: str, factory: Callable[[], Tensor]) -> torch.nn.Parameter:
         """Register a parameter of the caller's own (a probe, a head), equal on all ranks."""
