@@ -22,6 +22,7 @@ from subjects.trainer import (
     weights,
 )
 from subjects.trainer.architecture import Architecture, read_architecture
+from subjects.trainer.head_chunks import HEAD_ROWS, HeadWeights, Place
 from subjects.trainer.layer_spec import build_model
 from subjects.trainer.logprobs import VocabularySlice
 from subjects.trainer.packing import Sharing
@@ -53,6 +54,7 @@ class TrainerRank:
         *,
         sharing: Sharing,
         policy: PlanPolicy,
+        head_rows: int = HEAD_ROWS,
     ) -> None:
         self.model: Any = model
         self.architecture = architecture
@@ -60,6 +62,7 @@ class TrainerRank:
         self.device, self.dtype = rank.device, rank.dtype
         self.sharing: Sharing = sharing
         self.policy = policy
+        self.head_rows = head_rows
         tp_rank, tp = self.groups.tp.rank(), self.groups.tp.size()
         self.layouts = dict(weights.layouts(architecture, tp_rank=tp_rank, tp=tp))
         start, stop = weights.bounds(architecture.vocabulary, (tp_rank, tp))
@@ -77,17 +80,20 @@ class TrainerRank:
         *,
         sharing: Sharing = "none",
         plan: PlanPolicy = "uneven",
+        head_rows: int = HEAD_ROWS,
     ) -> TrainerRank:
         """Build the model for the topology of ``rank`` and load this rank's slices.
 
         ``checkpoint_dir`` is a Qwen3 directory as ``save_pretrained`` writes it. Megatron's
         parallel state must exist for this topology. ``plan`` is a policy of ``make_plan``.
+        ``head_rows`` is how many rows the head computes logits of at a time.
 
         Raises:
             FileNotFoundError: the directory holds no checkpoint.
             ValueError: a model that is not supported, a topology that does not divide it, or
-                Megatron's parallel state missing or made for another one.
+                Megatron's parallel state missing or made for another one, or ``head_rows`` below 1.
         """
+        heads.check_rows(head_rows)
         directory = Path(checkpoint_dir)
         architecture = read_architecture(directory)
         tp, cp = rank.group("tp"), rank.group("cp")
@@ -98,7 +104,7 @@ class TrainerRank:
         model = build_model(
             architecture, tp=tp.size(), cp=cp.size(), dtype=rank.dtype, device=rank.device
         )
-        trainer = cls(model, architecture, rank, sharing=sharing, policy=plan)
+        trainer = cls(model, architecture, rank, sharing=sharing, policy=plan, head_rows=head_rows)
         weights.load(model, weights.Checkpoint(directory), trainer.layouts, (tp.rank(), tp.size()))
         return trainer
 
@@ -269,27 +275,10 @@ class TrainerRank:
         return hidden
 
     def _outputs(self, request: ForwardInput, hidden: Tensor, local: LocalRows) -> ForwardOutput:
-        groups, part = self.groups, self.part
-        targets = request.targets()
-        states = heads.full_hidden_states(hidden, local, groups) if request.hidden_states else None
-        if targets is None and request.top_k is None and not request.logits:
-            return ForwardOutput(hidden_states=states)
-        shared = self.model.shared_embedding_or_output_weight() if self.architecture.tied else None
-        logits = self.model.output_layer(hidden, weight=shared)[0][: len(local.rows), 0]
-        logprobs = top = None
-        if targets is not None or request.top_k is not None:
-            scored = heads.score(logits, part)
-            if targets is not None:
-                own = targets.to(self.device)
-                logprobs = heads.full_target_logprobs(scored, own, local, part, groups)
-            if request.top_k is not None:
-                top = heads.full_top_k(scored, request.top_k, local, part, groups)
-        return ForwardOutput(
-            target_logprobs=logprobs,
-            top_k=top,
-            logits=heads.full_logits(logits, local, part, groups) if request.logits else None,
-            hidden_states=states,
-        )
+        owner = self.model.embedding.word_embeddings if self.architecture.tied else None
+        head = HeadWeights((owner or self.model.output_layer).weight)
+        place = Place(local=local, part=self.part, groups=self.groups, head_rows=self.head_rows)
+        return heads.outputs(request, hidden, head, place)
 
 
 def _stamps(parameters: dict[str, torch.nn.Parameter]) -> dict[str, tuple[int, int]]:
