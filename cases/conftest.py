@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     from subjects.protocol import Trainer
 
 BuildTrainer = Callable[..., "Trainer"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A control (``controls.py``) runs where its fault shows, or where the user says."""
+    if not config.getoption("--topology"):
+        config.hook.pytest_deselected(items=[item for item in items if not _shows(item)])
+        items[:] = [item for item in items if _shows(item)]
+
+
+def _shows(item: pytest.Item) -> bool:
+    faults = getattr(getattr(item, "function", None), "faults", None)
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return faults is None or params["rank"].label in faults[params["fault"]].topologies
 
 
 @pytest.fixture(params=["none", "full"])
@@ -39,11 +52,17 @@ def checkpoint(rank: Rank) -> Callable[..., Path]:
 def build(rank: Rank, checkpoint: Callable[..., Path]) -> BuildTrainer:
     """Builds the oracle on the reference and the trainer on ranks, from one checkpoint.
 
-    ``of`` names the checkpoint, ``options`` go to its writer.
+    ``of`` names the checkpoint, ``options`` go to its writer; ``only`` goes to the trainer, and
+    makes no difference to the oracle.
     """
 
     def make(
-        *, sharing: Any = "none", plan: Any = "uneven", of: str = "tiny", **options: object
+        *,
+        sharing: Any = "none",
+        plan: Any = "uneven",
+        of: str = "tiny",
+        only: Mapping[str, Any] | None = None,
+        **options: object,
     ) -> Trainer:
         directory = checkpoint(of, **options)
         if rank.is_reference:
@@ -52,7 +71,7 @@ def build(rank: Rank, checkpoint: Callable[..., Path]) -> BuildTrainer:
             return TransformersTrainer(directory, rank)
         from subjects.trainer import TrainerRank
 
-        return TrainerRank.build(directory, rank, sharing=sharing, plan=plan)
+        return TrainerRank.build(directory, rank, sharing=sharing, plan=plan, **only or {})
 
     return make
 
