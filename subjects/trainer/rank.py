@@ -22,6 +22,7 @@ from subjects.trainer import (
     weights,
 )
 from subjects.trainer.architecture import Architecture, read_architecture
+from subjects.trainer.attention import ATTENTION_BLOCK, AttentionOptions, Exchange
 from subjects.trainer.head_chunks import HEAD_ROWS, HeadWeights, Place
 from subjects.trainer.layer_spec import build_model
 from subjects.trainer.logprobs import VocabularySlice
@@ -54,6 +55,7 @@ class TrainerRank:
         *,
         sharing: Sharing,
         policy: PlanPolicy,
+        attention_options: AttentionOptions | None = None,
         head_rows: int = HEAD_ROWS,
     ) -> None:
         self.model: Any = model
@@ -62,6 +64,7 @@ class TrainerRank:
         self.device, self.dtype = rank.device, rank.dtype
         self.sharing: Sharing = sharing
         self.policy = policy
+        self.attention_options = attention_options or AttentionOptions()
         self.head_rows = head_rows
         tp_rank, tp = self.groups.tp.rank(), self.groups.tp.size()
         self.layouts = dict(weights.layouts(architecture, tp_rank=tp_rank, tp=tp))
@@ -80,12 +83,16 @@ class TrainerRank:
         *,
         sharing: Sharing = "none",
         plan: PlanPolicy = "uneven",
+        attention: Exchange = "auto",
+        attention_block: int = ATTENTION_BLOCK,
         head_rows: int = HEAD_ROWS,
     ) -> TrainerRank:
         """Build the model for the topology of ``rank`` and load this rank's slices.
 
         ``checkpoint_dir`` is a Qwen3 directory as ``save_pretrained`` writes it. Megatron's
         parallel state must exist for this topology. ``plan`` is a policy of ``make_plan``.
+        ``attention`` says how keys and values come to other ranks: ``"gather"``, ``"ring"``, or by
+        their size; ``attention_block`` rows are attended to at a time.
         ``head_rows`` is how many rows the head computes logits of at a time.
 
         Raises:
@@ -94,6 +101,7 @@ class TrainerRank:
                 Megatron's parallel state missing or made for another one, or ``head_rows`` below 1.
         """
         heads.check_rows(head_rows)
+        options = AttentionOptions(attention, attention_block)
         directory = Path(checkpoint_dir)
         architecture = read_architecture(directory)
         tp, cp = rank.group("tp"), rank.group("cp")
@@ -104,7 +112,15 @@ class TrainerRank:
         model = build_model(
             architecture, tp=tp.size(), cp=cp.size(), dtype=rank.dtype, device=rank.device
         )
-        trainer = cls(model, architecture, rank, sharing=sharing, policy=plan, head_rows=head_rows)
+        trainer = cls(
+            model,
+            architecture,
+            rank,
+            sharing=sharing,
+            policy=plan,
+            attention_options=options,
+            head_rows=head_rows,
+        )
         weights.load(model, weights.Checkpoint(directory), trainer.layouts, (tp.rank(), tp.size()))
         return trainer
 
@@ -269,7 +285,10 @@ class TrainerRank:
                 dtype=self.dtype,
             ),
             packed_seq_params=attention.attention_rows(
-                local, cp_rank=self.groups.cp.rank(), group=self.groups.cp
+                local,
+                self.attention_options,
+                cp_rank=self.groups.cp.rank(),
+                group=self.groups.cp,
             ),
         )
         return hidden
