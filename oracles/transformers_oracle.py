@@ -20,6 +20,7 @@ from subjects.types import (
     IGNORED,
     ForwardInput,
     ForwardOutput,
+    LocalLogits,
     TopK,
     check_request,
     logprob_dtype,
@@ -54,13 +55,17 @@ class TransformersTrainer:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not request.no_grad):
             states = self._hidden(request.documents())
             targets = request.targets()
-            if targets is None and request.top_k is None and not request.logits:
+            if targets is None and not (request.top_k or request.logits or request.entropy):
                 return ForwardOutput(hidden_states=states if request.hidden_states else None)
             logits = self.model.lm_head(states)
             logprobs = logits.to(logprob_dtype(self.dtype)).log_softmax(dim=-1)
             return ForwardOutput(
                 hidden_states=states if request.hidden_states else None,
-                logits=logits if request.logits else None,
+                logits=logits if request.logits is True else None,
+                local_logits=LocalLogits(logits, torch.arange(len(logits), device=self.device), 0)
+                if request.logits == "local"
+                else None,
+                entropy=entropy(logprobs) if request.entropy else None,
                 target_logprobs=None
                 if targets is None
                 else pick_targets(logprobs, targets.to(self.device)),
@@ -131,6 +136,11 @@ def pick_targets(logprobs: Tensor, targets: Tensor) -> Tensor:
     flat = targets.reshape(len(targets), -1)
     picked = logprobs.gather(1, flat.clamp(min=0))
     return torch.where(flat == IGNORED, torch.zeros_like(picked), picked).view(targets.shape)
+
+
+def entropy(logprobs: Tensor) -> Tensor:
+    """-sum(p log(p)) [T] of log-probabilities [T, V], in nats."""
+    return -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
 def pick_top(logprobs: Tensor, k: int) -> TopK:

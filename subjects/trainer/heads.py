@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from subjects.trainer import gather, head_chunks, plan
-from subjects.trainer.head_chunks import Asked, HeadWeights, Place
+from subjects.trainer.head_rows import Answers, Asked, HeadWeights, Place
 from subjects.types import ForwardInput, ForwardOutput, LocalLogits, TopK
 
 
@@ -46,7 +46,7 @@ def outputs(
         entropy=request.entropy,
         logits="none" if not request.logits else "local" if request.logits == "local" else "full",
     )
-    found = head_chunks.Answers(None, None, None, None, None)
+    found = Answers(None, None, None, None, None)
     if found_by_head(asked):
         found = head_chunks.answer(rows[: len(local.rows)], head, asked, place)
     logprobs = top = entropy = states = part = None

@@ -23,7 +23,7 @@ from subjects.trainer import (
 )
 from subjects.trainer.architecture import Architecture, read_architecture
 from subjects.trainer.attention import ATTENTION_BLOCK, AttentionOptions, Exchange
-from subjects.trainer.head_chunks import HEAD_ROWS, HeadWeights, Place
+from subjects.trainer.head_rows import HEAD_ROWS, HeadWeights, Place
 from subjects.trainer.layer_spec import build_model
 from subjects.trainer.logprobs import VocabularySlice
 from subjects.trainer.packing import Sharing
