@@ -14,12 +14,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from subjects.protocol import OwnModule
 from subjects.trainer import agreement, collectives, ownership, structure
 from subjects.trainer.agreement import Fact
 from subjects.trainer.ownership import Owner
 from subjects.trainer.reductions import Groups
 
-ModuleType = TypeVar("ModuleType", bound=torch.nn.Module)
 Made = TypeVar("Made", bound=Tensor | torch.nn.Module)
 Member = tuple[str, str, Tensor]
 """Kind ("parameter" or "buffer"), full name and tensor."""
@@ -48,8 +48,8 @@ class CustomParts:
         self._parts: dict[tuple[str | None, str], tuple[Owner, list[Member]]] = {}
 
     def module(
-        self, name: str, factory: Callable[[], ModuleType], *, slot: str | None = None
-    ) -> ModuleType:
+        self, name: str, factory: Callable[[], OwnModule], *, slot: str | None = None
+    ) -> OwnModule:
         """Register a module; see ``TrainerRank.module``."""
         made = self._agreed("module", name, factory, slot)
         own = full_name(slot, name)
