@@ -119,15 +119,16 @@ class RowAttention(torch.autograd.Function):
             query, keys_values, rows.seen, rows.cp_group_of_rows, scale=scale
         )
         out: Tensor = whole.out.to(query.dtype)
-        ctx.save_for_backward(query, keys_values, out, whole.lse)
+        ctx.save_for_backward(query, keys_values, out, whole.highest, whole.total)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Exchange keys and values again and bring their gradients to their owners."""
-        query, keys_values, out, lse = ctx.saved_tensors
-        asked = Asked(query, gradient, lse, blocks.row_products(gradient, out))
+        query, keys_values, out, highest, total = ctx.saved_tensors
+        products = blocks.row_products(gradient, out)
+        asked = Asked(query, gradient, highest, total, products)
         d_query, d_keys_values = ctx.exchange.backward(
             asked, keys_values, ctx.rows.seen, ctx.rows.cp_group_of_rows, scale=ctx.scale
         )

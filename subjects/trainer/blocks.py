@@ -6,6 +6,10 @@ merged in any order (Milakov and Gimelshein, "Online normalizer calculation for 
 Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021). Backward recomputes the
 weights of a block from the log-sum-exp of all keys (Dao, "FlashAttention-2", 2023, algorithm 2).
 
+The log-sum-exp is kept in two parts, as in the first FlashAttention: the highest score, and the sum
+of exponentials relative to it. One number would cost as many digits as the scores are large, in
+weights that are nearly 1 too.
+
 Shapes: n queries and k keys of some rows, A query heads, G key-value heads, D head size. Query head
 a reads key-value head a // (A / G). Everything is computed and returned in the working dtype, the
 run's own but never below float32.
@@ -23,22 +27,30 @@ from subjects.trainer.precision import working_dtype
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys: ``out`` [n, A, D] and log-sum-exp of scores ``lse`` [n, A].
+    """Attention over some of the keys: ``out`` [n, A, D], and what it was divided by.
 
-    A query that sees none of them has ``out`` 0 and ``lse`` -inf.
+    ``highest`` [n, A] is the highest score and ``total`` [n, A] the sum of exp(score - highest). A
+    query that sees none of the keys has ``out`` 0, ``highest`` -inf and ``total`` 0.
     """
 
     out: Tensor
-    lse: Tensor
+    highest: Tensor
+    total: Tensor
+
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp of the scores, [n, A]."""
+        return self.highest + self.total.log()
+
+    def cut(self, rows: slice) -> Partial:
+        """Views of some of the queries."""
+        return Partial(self.out[rows], self.highest[rows], self.total[rows])
 
 
 def nothing(query: Tensor) -> Partial:
     """The partial over no keys at all, of queries [n, A, D]."""
-    work = working_dtype(query.dtype)
-    return Partial(
-        torch.zeros_like(query, dtype=work),
-        query.new_full(query.shape[:2], float("-inf"), dtype=work),
-    )
+    out = torch.zeros_like(query, dtype=working_dtype(query.dtype))
+    return Partial(out, torch.full_like(out[..., 0], float("-inf")), torch.zeros_like(out[..., 0]))
 
 
 def attend(
@@ -54,31 +66,35 @@ def attend(
             seen.mask(block),
             scale=scale,
         )
-        part = _softmax(scores, _by_key_head(value[block.keys]))
-        merged = merge(
-            Partial(result.out[block.queries], result.lse[block.queries]),
-            Partial(_by_row(part.out), _by_row(part.lse[..., None])[..., 0]),
-        )
-        result.out[block.queries], result.lse[block.queries] = merged
+        part = softmax(scores, _by_key_head(value[block.keys]))
+        rows = result.cut(block.queries)
+        for into, merged in zip(rows, merge(rows, part), strict=True):
+            into.copy_(merged)
     return result
 
 
 def merge(one: Partial, other: Partial) -> Partial:
     """Attention over the keys of both, which have none in common.
 
-    Each counts by its share exp(lse - lse of both) of the sum of exponentials, which is never above
-    1; exp(lse) itself is never formed, since it overflows. A query that sees nothing in either
-    keeps out 0 and lse -inf.
+    Each counts by its share of the sum of exponentials, relative to the higher of both highest
+    scores: exp of a score or of a log-sum-exp is never formed, since it overflows.
     """
-    lse = torch.logaddexp(one.lse, other.lse)
-    safe = finite(lse)
-    mine, theirs = (one.lse - safe).exp(), (other.lse - safe).exp()
-    return Partial(mine[..., None] * one.out + theirs[..., None] * other.out, lse)
+    highest = torch.maximum(one.highest, other.highest)
+    mine = one.total * (one.highest - finite(highest)).exp()
+    theirs = other.total * (other.highest - finite(highest)).exp()
+    total = mine + theirs
+    out = mine[..., None] * one.out + theirs[..., None] * other.out
+    return Partial(out / positive(total)[..., None], highest, total)
 
 
-def finite(lse: Tensor) -> Tensor:
-    """``lse`` with 0 in place of -inf, so that -inf - lse is -inf and not NaN."""
-    return lse.masked_fill(lse == float("-inf"), 0.0)
+def finite(highest: Tensor) -> Tensor:
+    """0 in place of -inf, so that -inf - highest is -inf and not NaN."""
+    return highest.masked_fill(highest == float("-inf"), 0.0)
+
+
+def positive(total: Tensor) -> Tensor:
+    """1 in place of 0: what a query that sees nothing is divided by, 0 itself, stays 0."""
+    return total.masked_fill(total == 0, 1.0)
 
 
 def masked_scores(query: Tensor, key: Tensor, mask: Tensor, *, scale: float) -> Tensor:
@@ -99,13 +115,14 @@ def row_products(gradient: Tensor, out: Tensor) -> Tensor:
 class Asked(NamedTuple):
     """This rank's queries, and what their backward knows of all keys.
 
-    ``query`` and ``gradient`` (of the output) are [n, A, D]; ``lse`` is that of the scores of all
-    keys, and ``products`` come from ``row_products``, both [n, A].
+    ``query`` and ``gradient`` (of the output) are [n, A, D]; ``highest`` and ``total`` are those of
+    all keys, and ``products`` come from ``row_products``, all [n, A].
     """
 
     query: Tensor
     gradient: Tensor
-    lse: Tensor
+    highest: Tensor
+    total: Tensor
     products: Tensor
 
 
@@ -124,26 +141,24 @@ def add_gradients(
     groups = key.shape[1]
     for at, to in seen.blocks:
         q, d_out = _by_group(asked.query[at], groups), _by_group(asked.gradient[at], groups)
-        lse = _by_group(finite(asked.lse[at])[..., None], groups)
-        products = _by_group(asked.products[at][..., None], groups)
+        numbers = (finite(asked.highest[at]), positive(asked.total[at]), asked.products[at])
+        highest, total, products = (_by_group(one[..., None], groups) for one in numbers)
         k, v = _by_key_head(key[to]), _by_key_head(value[to])
         scores = masked_scores(q, k, seen.mask(Block(at, to)), scale=scale)
-        weights = (scores - lse).exp()
+        weights = (scores - highest).exp() / total
         d_scores = weights * ((_fold(d_out) @ v.mT).view_as(weights) - products) * scale
         into.value[to] += (_fold(weights).mT @ _fold(d_out)).transpose(0, 1)
         into.key[to] += (_fold(d_scores).mT @ _fold(q)).transpose(0, 1)
         into.query[at] += _by_row((_fold(d_scores) @ k).view_as(q))
 
 
-def _softmax(scores: Tensor, value: Tensor) -> Partial:
-    """Scores [G, h, n, k] and value [G, k, D] -> out [G, h, n, D] and lse [G, h, n]."""
-    highest = finite(scores.amax(-1, keepdim=True))
-    weights = (scores - highest).exp()
+def softmax(scores: Tensor, value: Tensor) -> Partial:
+    """The partial of scores [G, A / G, n, k] and value [G, k, D]."""
+    highest = scores.amax(-1, keepdim=True)
+    weights = (scores - finite(highest)).exp()
     total = weights.sum(-1, keepdim=True)
-    out = (_fold(weights) @ value).view(*scores.shape[:3], -1)
-    # A query that sees nothing has total 0, and out 0 whatever it is divided by.
-    out = out / total.masked_fill(total == 0, 1.0)
-    return Partial(out, (highest + total.log())[..., 0])
+    out = (_fold(weights) @ value).view(*scores.shape[:3], -1) / positive(total)
+    return Partial(_by_row(out), _by_row(highest)[..., 0], _by_row(total)[..., 0])
 
 
 def _by_group(rows: Tensor, groups: int) -> Tensor:
