@@ -69,7 +69,7 @@ class TransformersTrainer:
                 target_logprobs=None
                 if targets is None
                 else pick_targets(logprobs, targets.to(self.device)),
-                top_k=None if request.top_k is None else pick_top(logprobs, request.top_k),
+                top_k=None if request.top_k is None else pick_top(logits, request.top_k, logprobs),
             )
 
     def parameter(self, name: str, factory: Callable[[], Tensor]) -> torch.nn.Parameter:
@@ -143,11 +143,11 @@ def entropy(logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
-def pick_top(logprobs: Tensor, k: int) -> TopK:
-    """The k largest of each row of [T, V]; of equal ones the lower id first."""
+def pick_top(logits: Tensor, k: int, logprobs: Tensor) -> TopK:
+    """The k largest of each row of logits [T, V], equal ones by id, with their ``logprobs``."""
     rows = []
-    for row in logprobs.detach():
+    for row in logits.detach():
         candidates = torch.nonzero(row >= row.topk(k).values[-1]).flatten().tolist()
         rows.append(sorted(candidates, key=lambda token: (-float(row[token]), token))[:k])
-    tokens = torch.tensor(rows, dtype=torch.int64, device=logprobs.device)
+    tokens = torch.tensor(rows, dtype=torch.int64, device=logits.device)
     return TopK(logprobs.gather(1, tokens), tokens)
