@@ -164,6 +164,18 @@ class MicroBatch:
     output: Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step of an optimizer did.
+
+    ``norms`` are L2 norms of the reduced gradients before clipping, by slot; "" stands for what
+    belongs to no slot. Where one is not finite ``stepped`` is false: nothing has changed.
+    """
+
+    stepped: bool
+    norms: Mapping[str, float]
+
+
 def check_request(request: ForwardInput, *, vocabulary: int) -> None:
     """Refuse what no trainer could answer.
 

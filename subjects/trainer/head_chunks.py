@@ -87,6 +87,9 @@ class Head(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the fields of ``Answers`` -> those of hidden states and weights."""
+        if all(gradient is None for gradient in gradients):
+            # The loss ignores them all: the head then has no gradient, not one of zeros.
+            return (None,) * 7
         hidden, weight, down, up, normalizer, entropy, tokens = ctx.saved_tensors
         head = HeadWeights(weight, down, up, ctx.scale)
         result = head_gradients.Gradients.empty(hidden, head, ctx.needs_input_grad)

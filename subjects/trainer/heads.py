@@ -113,12 +113,15 @@ class ReplicatedUse(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
         """[p, H] -> [p, H]."""
         ctx.group = group
+        ctx.set_materialize_grads(False)
         return rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
         """[p, H] -> [p, H], zero but for this rank's block."""
+        if gradient is None:
+            return None, None
         block = len(gradient) // ctx.group.size()
         start = block * ctx.group.rank()
         share = torch.zeros_like(gradient)
