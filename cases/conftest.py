@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from subjects.protocol import Trainer
 
 BuildTrainer = Callable[..., "Trainer"]
+Adapter = Callable[..., Path]
 
 # So few that the head of the tiny model works in several chunks, the last one ragged.
 _TINY = {"head_rows": 5}
@@ -46,6 +47,21 @@ def checkpoint(rank: Rank) -> Callable[..., Path]:
         directory = rank.case_dir / f"{kind}-checkpoint"
         if not (directory / "config.json").exists():
             getattr(checkpoints, f"{kind}_checkpoint")(directory, **options)
+        return directory
+
+    return write
+
+
+@pytest.fixture
+def adapter(rank: Rank, checkpoint: Callable[..., Path]) -> Adapter:
+    """Writes an adapter of the tiny model once for a case, by PEFT; ranks find it there."""
+
+    def write(name: str, **options: Any) -> Path:
+        directory = rank.case_dir / f"adapter-{name}"
+        if not (directory / "adapter_config.json").exists():
+            from oracles.adapters import write_adapter
+
+            write_adapter(directory, checkpoint("tiny"), **options)
         return directory
 
     return write
