@@ -144,12 +144,13 @@ class _Found:
         """Take what was asked from the logits [c, v] of ``chunk``."""
         part, at = place.part, slice(chunk.start, chunk.stop)
         if self.logits is not None:
-            block = logits.index_select(0, chunk.rows)
-            if asked.logits == "full":
-                write_block(self.logits, block, place.local.sources[chunk.questions], part)
-            else:
-                self.logits.index_copy_(0, chunk.questions, block)
-            del block
+            for questions, rows in head_rows.pieces(chunk):
+                block = logits.index_select(0, rows)
+                if asked.logits == "full":
+                    write_block(self.logits, block, place.local.sources[questions], part)
+                else:
+                    self.logits.index_copy_(0, questions, block)
+                del block
         if self.moments is None:
             return
         wide = logits.to(logprob_dtype(logits.dtype))

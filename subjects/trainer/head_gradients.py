@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subjects.trainer import logprobs
+from subjects.trainer import head_rows, logprobs
 from subjects.trainer.head_rows import Answers, Asked, Chunk, HeadWeights, Place
 from subjects.trainer.logprobs import VocabularySlice
 from subjects.trainer.precision import working_dtype
@@ -33,11 +33,12 @@ def logits_gradient(chunk: Chunk, logits: Tensor, known: Known, gradients: Answe
     """The gradient [c, v] of a chunk's logits, in the dtype of the run, from those of answers."""
     wide = logits.to(logprob_dtype(logits.dtype))
     result = _normalized_gradient(chunk, wide, known, gradients)
-    block = _logits_block(chunk, known.place, known.asked, gradients.logits)
     if result is None:
         result = torch.zeros_like(logits)
-    if block is not None:
-        result.index_add_(0, chunk.rows, block.to(result.dtype))
+    if gradients.logits is not None:
+        for questions, rows in head_rows.pieces(chunk):
+            block = _logits_block(questions, known.place, known.asked, gradients.logits)
+            result.index_add_(0, rows, block.to(result.dtype))
     return result.to(logits.dtype)
 
 
@@ -80,15 +81,11 @@ def entropy_gradient(
     return None if entropy is None or gradient is None else (entropy[at], gradient[at])
 
 
-def _logits_block(
-    chunk: Chunk, place: Place, asked: Asked, gradient: Tensor | None
-) -> Tensor | None:
+def _logits_block(questions: Tensor, place: Place, asked: Asked, gradient: Tensor) -> Tensor:
     """The gradient of the logits that were handed out, [q, v], in the order of the questions."""
-    if gradient is None:
-        return None
     if asked.logits == "full":
-        return read_block(gradient, place.local.sources[chunk.questions], place.part)
-    return gradient.index_select(0, chunk.questions)
+        return read_block(gradient, place.local.sources[questions], place.part)
+    return gradient.index_select(0, questions)
 
 
 @dataclass

@@ -99,6 +99,15 @@ def chunks(local: LocalRows, head_rows: int) -> Iterator[Chunk]:
         yield Chunk(start, stop, order[low:high], by_row[low:high] - start)
 
 
+def pieces(chunk: Chunk) -> Iterator[tuple[Tensor, Tensor]]:
+    """The questions of a chunk and their rows, no more at a time than the chunk has rows.
+
+    A row of a shared prefix answers many source positions, of which each has logits of its own.
+    """
+    size = max(1, chunk.stop - chunk.start)
+    yield from zip(chunk.questions.split(size), chunk.rows.split(size), strict=True)
+
+
 def chunk_logits(hidden: Tensor, head: HeadWeights, part: VocabularySlice) -> Tensor:
     """Logits [c, v] of hidden states [c, H], in the dtype of the run."""
     head = real_columns(head, part)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from subjects.protocol import OptimizerOptions, OwnModule, Placement, RankContext, ReduceOp, Value
 from subjects.trainer import (
+    admission,
     agreement,
     attention,
     batches,
@@ -63,6 +64,7 @@ class TrainerRank:
         attention_options: AttentionOptions | None = None,
         head_rows: int = HEAD_ROWS,
         check_losses: bool = True,
+        memory_limit: int | None = None,
     ) -> None:
         self.model: Any = model
         self.architecture = architecture
@@ -72,6 +74,7 @@ class TrainerRank:
         self.policy = policy
         self.attention_options = attention_options or AttentionOptions()
         self.head_rows = head_rows
+        self.memory_limit = memory_limit
         tp_rank, tp = self.groups.tp.rank(), self.groups.tp.size()
         self.layouts = dict(weights.layouts(architecture, tp_rank=tp_rank, tp=tp))
         start, stop = weights.bounds(architecture.vocabulary, (tp_rank, tp))
@@ -108,6 +111,8 @@ class TrainerRank:
         attention_block: int = ATTENTION_BLOCK,
         head_rows: int = HEAD_ROWS,
         check_losses: bool = True,
+        memory_limit: int | None = None,
+        layers: int | None = None,
     ) -> TrainerRank:
         """Build the model for the topology of ``rank`` and load this rank's slices.
 
@@ -117,16 +122,20 @@ class TrainerRank:
         their size; ``attention_block`` rows are attended to at a time.
         ``head_rows`` is how many rows the head computes logits of at a time. ``check_losses`` has
         every backward compare the losses of a batch's TP and CP ranks (two tiny collectives).
+        ``memory_limit`` is how many bytes the head and the outputs of a forward may take: without
+        one, on a GPU what is free, on a CPU any number. ``layers`` runs the first ones alone.
 
         Raises:
             FileNotFoundError: the directory holds no checkpoint.
             ValueError: a model that is not supported, a topology that does not divide it, or
-                Megatron's parallel state missing or made for another one, or ``head_rows`` below 1.
+                Megatron's parallel state missing or made for another one, or ``head_rows``,
+                ``memory_limit`` or ``layers`` that can't be.
         """
         heads.check_rows(head_rows)
+        admission.check_limit(memory_limit)
         options = AttentionOptions(attention, attention_block)
         directory = Path(checkpoint_dir)
-        architecture = read_architecture(directory)
+        architecture = read_architecture(directory, layers=layers)
         tp, cp = rank.group("tp"), rank.group("cp")
         architecture.check_tp(tp.size())
         shims.place_buffers(rank.device)
@@ -144,6 +153,7 @@ class TrainerRank:
             attention_options=options,
             head_rows=head_rows,
             check_losses=check_losses,
+            memory_limit=memory_limit,
         )
         weights.load(model, weights.Checkpoint(directory), trainer.layouts, (tp.rank(), tp.size()))
         trainer.adapters.base_model = str(checkpoint_dir)
@@ -158,13 +168,16 @@ class TrainerRank:
             ValueError: an empty document, targets that don't fit the tokens, an id outside the
                 vocabulary, a ``top_k`` that can't be, a slot that doesn't exist, or gradients that
                 were reduced and not zeroed.
+            AdmissionError: the head and the outputs would not fit into memory.
         """
         batches.agree_on_request(request, self._check, self._batch)
         with torch.set_grad_enabled(self._with_grad(request)):
             local = self._local_rows(request)
+            head, place = self._head(request, local)
+            admission.admit(request, head, place, limit=self.memory_limit)
             with self.adapters.use(request.slot):
                 hidden = self._decode(local)
-            output = self._outputs(request, hidden, local)
+            output = heads.outputs(request, hidden, head, place)
         self.forwards += 1
         return losses.watch(
             output, number=self.forwards, circle=self._batch, compare=self.check_losses
@@ -477,12 +490,13 @@ class TrainerRank:
         )
         return hidden
 
-    def _outputs(self, request: ForwardInput, hidden: Tensor, local: LocalRows) -> ForwardOutput:
+    def _head(self, request: ForwardInput, local: LocalRows) -> tuple[HeadWeights, Place]:
         owner = self.model.embedding.word_embeddings if self.architecture.tied else None
         factors = self.adapters.head_factors(request.slot) or ()
         head = HeadWeights((owner or self.model.output_layer).weight, *factors)
-        place = Place(local=local, part=self.part, groups=self.groups, head_rows=self.head_rows)
-        return heads.outputs(request, hidden, head, place)
+        return head, Place(
+            local=local, part=self.part, groups=self.groups, head_rows=self.head_rows
+        )
 
 
 def _stamps(parameters: dict[str, torch.nn.Parameter]) -> dict[str, tuple[int, int]]:
