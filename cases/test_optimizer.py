@@ -31,6 +31,10 @@ TARGETS = ("q_proj", "o_proj", "lm_head")
 """By columns, by rows and over the vocabulary: factors that TP shards, and ones that it copies."""
 
 
+def _limited(options: OptimizerOptions, max_norm: float) -> OptimizerOptions:
+    return {**options, "max_norm": max_norm}
+
+
 def _normal(rank: Rank, name: str, *shape: int) -> Tensor:
     generator = rank.generator(name)
     return torch.randn(*shape, generator=generator, dtype=torch.float32).to(rank.dtype)
@@ -131,7 +135,7 @@ def test_clipping_is_by_slot(rank: Rank, build: BuildTrainer) -> None:
     _probe(rank, trainer)
     _slot(rank, trainer, "large")
     _slot(rank, trainer, "small")
-    optimizer = trainer.optimizer("sgd", max_norm=1.0, **SGD)
+    optimizer = trainer.optimizer("sgd", **_limited(SGD, 1.0))
     _two_steps(rank, trainer, optimizer, {"large": 1.0, "small": 1e-3})
 
 
@@ -140,7 +144,7 @@ def test_clipping_inactive(rank: Rank, build: BuildTrainer) -> None:
     trainer = build(sharing="full")
     _probe(rank, trainer)
     _slot(rank, trainer, "one", targets=("o_proj",))
-    optimizer = trainer.optimizer("adamw", max_norm=1e6, **ADAMW)
+    optimizer = trainer.optimizer("adamw", **_limited(ADAMW, 1e6))
     _two_steps(rank, trainer, optimizer, {"one": 1.0})
 
 
@@ -150,7 +154,7 @@ def test_a_norm_that_is_not_finite_blocks_the_step(rank: Rank, build: BuildTrain
     probe = _probe(rank, trainer)
     _slot(rank, trainer, "good", targets=("q_proj",))
     _slot(rank, trainer, "bad", targets=("o_proj",))
-    optimizer = trainer.optimizer("adamw", max_norm=1.0, **ADAMW)
+    optimizer = trainer.optimizer("adamw", **_limited(ADAMW, 1.0))
     scales: dict[str | None, float] = {"good": 1.0, "bad": 0.3}
     for step in range(3):
         batches = rank.split(requests(rank))
@@ -163,11 +167,8 @@ def test_a_norm_that_is_not_finite_blocks_the_step(rank: Rank, build: BuildTrain
         if step == 1:
             unchanged = [p.equal(before[name]) for name, p, _ in trainer.named_parameters()]
             rank.observe("unchanged", all(unchanged))
-            assert not result.stepped
-            result = type(result)(
-                stepped=False,
-                norms={slot: norm for slot, norm in result.norms.items() if slot != "bad"},
-            )
+            norms = {slot: norm for slot, norm in result.norms.items() if slot != "bad"}
+            result = type(result)(stepped=result.stepped, norms=norms)
         _observe(rank, trainer, optimizer, result, step)
         trainer.zero_gradients()
     rank.observe("probe", probe.detach().norm())
@@ -180,7 +181,7 @@ def test_parameters_without_gradient_are_left_alone(rank: Rank, build: BuildTrai
     resting = trainer.parameter("resting", partial(_normal, rank, "resting", 4))
     _slot(rank, trainer, "one", targets=("q_proj",))
     _slot(rank, trainer, "two", targets=("o_proj",))
-    optimizer = trainer.optimizer("adamw", max_norm=0.8, **ADAMW)
+    optimizer = trainer.optimizer("adamw", **_limited(ADAMW, 0.8))
     for step in range(2):
         scales: dict[str | None, float] = {"one": 1.0} if step == 0 else {"one": 0.5, "two": 0.7}
         before = resting.detach().clone()
@@ -191,6 +192,22 @@ def test_parameters_without_gradient_are_left_alone(rank: Rank, build: BuildTrai
         result = type(result)(stepped=result.stepped, norms=norms)
         _observe(rank, trainer, optimizer, result, step)
         trainer.zero_gradients()
+
+
+def test_state_is_taken_up(rank: Rank, build: BuildTrainer) -> None:
+    """A new optimizer goes on from the state of the old one: its second step is a second step."""
+    trainer = build(sharing="full")
+    _probe(rank, trainer)
+    _slot(rank, trainer, "one", targets=("o_proj",))
+    state = None
+    for step in range(2):
+        optimizer = trainer.optimizer("adamw", **ADAMW)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        _losses(rank, trainer, {"one": 1.0}, batches=rank.split(requests(rank)))
+        _observe(rank, trainer, optimizer, optimizer.step(), step)
+        trainer.zero_gradients()
+        state = optimizer.state_dict()
 
 
 def test_forward_follows_the_step(rank: Rank, build: BuildTrainer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,25 @@ class TorchOptimizer:
         for parameter, gradient in zip(every, unclipped, strict=True):
             parameter.grad = gradient
         return StepResult(stepped=True, norms=norms)
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of the state, by parameter."""
+        return {
+            name: {
+                key: value.clone()
+                for key, value in self._own[parameter].state[parameter].items()
+                if isinstance(value, Tensor)
+            }
+            for name, parameter in self._named()
+            if parameter in self._own
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        named = dict(self._named())
+        for name, moments in state.items():
+            own = self._own[named[name]] = self._make(named[name])
+            own.state[named[name]] = {key: value.clone() for key, value in moments.items()}
 
     def moments(self) -> Iterator[tuple[str, Tensor, Placement]]:
         """The state of each parameter's optimizer."""

@@ -123,6 +123,7 @@ class TransformersTrainer:
 
     def restore_slot(self, name: str, snapshot: Any) -> None:
         """Set an adapter's values to those of a snapshot."""
+        self.custom.drop(name)
         self.adapters.restore(name, snapshot)
 
     def remove_slot(self, name: str) -> None:

@@ -70,6 +70,12 @@ class Optimizer(Protocol):
     def moments(self) -> Iterator[tuple[str, Tensor, Placement]]:
         """What it remembers of each parameter that was stepped, as ``parameter.moment``."""
 
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of this rank's part of what it remembers, by parameter."""
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from what ``state_dict`` gave on the same topology."""
+
 
 class Trainer(Protocol):
     """A language model that is trained, as a case sees it.

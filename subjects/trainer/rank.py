@@ -279,12 +279,14 @@ class TrainerRank:
     def restore_slot(self, name: str, snapshot: SlotSnapshot) -> None:
         """Set a slot's values to those of a snapshot, bit for bit; a collective of all ranks.
 
-        The parameters stay the same objects; their gradients are left alone.
+        The factors stay the same parameters and keep their gradients. What the slot owns besides
+        them is no part of a snapshot and is parted with, as when the slot is replaced.
 
         Raises:
             ValueError: on every rank: no such slot, or a snapshot of another configuration.
         """
         self.adapters.restore(name, snapshot)
+        self.custom.retire(name, f"slot {name!r} was restored")
 
     def remove_slot(self, name: str) -> None:
         """Forget a slot, its gradients and what it owns; a collective of all ranks.
