@@ -120,6 +120,8 @@ def test_every_element_is_run_once(rank: Rank, build: BuildTrainer) -> None:
                 assert micro.output is None
                 continue
             seen += 1
+            wave = (loops - 1) * rank.size("dp") + rank.coordinates["dp"]
+            rank.observe(f"element{micro.index}.place in the order", wave)
             if isinstance(inputs[micro.index], Pair):
                 assert type(micro.output) is Pair
             rank.observe(f"element{micro.index}", micro.output)
@@ -143,6 +145,35 @@ def test_waves_run_when_they_are_asked_for(rank: Rank, build: BuildTrainer) -> N
         scores += logprobs.detach().sum()
     rank.observe("scores", trainer.dp_reduce(scores))
     rank.observe("half have a graph", trainer.dp_reduce(graphs))
+
+
+def test_elements_choose_their_slots(rank: Rank, build: BuildTrainer) -> None:
+    """Each request of an element runs with its own adapter; their losses meet in one backward."""
+    trainer = build(sharing="full")
+
+    def factor(name: str, shape: tuple[int, ...]) -> Tensor:
+        drawn = torch.randn(shape, generator=rank.generator(name), dtype=torch.float32)
+        return drawn.to(rank.dtype) / 4
+
+    trainer.freeze("base")
+    trainer.add_slot("policy", rank=3, targets=("q_proj", "down_proj"), factory=factor)
+    trainer.add_slot("critic", rank=2, targets=("v_proj", "lm_head"), factory=factor)
+    every = micro_batches(rank)[:3]
+    inputs = [
+        {
+            slot or "bare": one.ask(target_tokens=one.targets, slot=slot)
+            for slot in ("critic", None, "policy")
+        }
+        for one in every
+    ]
+    for micro in trainer.forward_micro_batches(inputs):
+        assert micro.index is not None
+        request = every[micro.index]
+        scores = {name: scored(request, output) for name, output in micro.output.items()}
+        rank.observe(f"element{micro.index}", scores)
+        margin = (scores["policy"] - scores["bare"]) / len(request.goals)
+        (margin.exp() + scores["critic"].square() / 100).backward()
+    rank.observe_gradients(one for one in trainer.named_gradients() if "/" in one[0])
 
 
 def test_inputs_of_this_rank_alone(rank: Rank, build: BuildTrainer) -> None:

@@ -47,6 +47,11 @@ def rules(rank: Rank) -> dict[str, float]:
     return found
 
 
+def weight_of(rank: Rank, name: str) -> float:
+    """A number for each factor, in sixty-fourths."""
+    return int(torch.randint(1, 200, (), generator=rank.generator(name))) / 64
+
+
 @pytest.mark.parity(
     "dp2", "tp2", "cp2", "tp2xcp2", "dp2xcp2", "dp2xtp2xcp2", **AGAINST_ORACLE, timeout=60
 )
@@ -63,10 +68,20 @@ def test_rule_table(rank: Rank, build: BuildTrainer) -> None:
     pattern = drawn.to(rank.dtype) / 64
     custom = trainer.parameter("custom", lambda: pattern)
     custom.grad = pattern * mine
-    gradients = {name: gradient for name, gradient, _ in trainer.named_gradients()}
-    found = gradients["custom"]
-    assert found is not None
-    rank.observe("custom", found / rule["custom"])
+    trainer.add_slot("low", rank=3, targets=("k_proj", "down_proj", "lm_head"))
+    for name, factor, _ in trainer.named_parameters():
+        if name.startswith("low/"):
+            factor.grad = torch.full_like(factor, weight_of(rank, name)) * mine
+    kinds = set()
+    for name, gradient, placement in trainer.named_gradients():
+        if name != "custom" and not name.startswith("low/"):
+            continue
+        assert gradient is not None
+        kind = "sharded" if placement else "replicated"
+        kind = "custom" if name == "custom" else kind
+        kinds.add(kind)
+        rank.observe_gradients([(name, gradient / rule[kind], placement)], prefix="reduced")
+    assert rank.size("tp") == 1 or kinds == {"custom", "sharded", "replicated"}
 
     rank.observe("tensor", trainer.dp_reduce(pattern * mine) / rule["metric"])
     rank.observe("float", trainer.dp_reduce(0.375 * mine) / rule["metric"])

@@ -23,18 +23,18 @@ def waves(elements: int, *, dp: int) -> int:
     return -(-elements // dp)
 
 
-def element_of(wave: int, *, dp_rank: int, dp: int) -> int:
-    """The element that a data-parallel rank runs in ``wave``; past the end there is none."""
-    return wave * dp + dp_rank
+def schedule(elements: int, *, dp_rank: int, dp: int) -> list[int | None]:
+    """The element of each wave on one data-parallel rank, None where it has none."""
+    dealt = [wave * dp + dp_rank for wave in range(waves(elements, dp=dp))]
+    return [at if at < elements else None for at in dealt]
 
 
 def micro_batches(
     inputs: Sequence[Nested], forward: Forward, *, dp_rank: int, dp: int, yield_empty: bool
 ) -> Iterator[MicroBatch]:
     """The waves of this data-parallel rank; each runs when it is asked for."""
-    for wave in range(waves(len(inputs), dp=dp)):
-        at = element_of(wave, dp_rank=dp_rank, dp=dp)
-        if at < len(inputs):
+    for at in schedule(len(inputs), dp_rank=dp_rank, dp=dp):
+        if at is not None:
             yield MicroBatch(at, run(inputs[at], forward))
         elif yield_empty:
             yield MicroBatch(None, None)

@@ -52,7 +52,7 @@ def watch(output: ForwardOutput, *, number: int, circle: Circle, compare: bool) 
     watched: tuple[Tensor, ...] = Outputs.apply(  # type: ignore[no-untyped-call]
         Watch(number, tuple(tensors), circle, compare), *tensors.values()
     )
-    return _put_back(output, dict(zip(tensors, watched, strict=True)))
+    return put_back(output, dict(zip(tensors, watched, strict=True)))
 
 
 class Outputs(torch.autograd.Function):
@@ -209,7 +209,8 @@ def differentiable(output: ForwardOutput) -> dict[str, Tensor]:
     return found
 
 
-def _put_back(output: ForwardOutput, tensors: dict[str, Tensor]) -> ForwardOutput:
+def put_back(output: ForwardOutput, tensors: dict[str, Tensor]) -> ForwardOutput:
+    """``output`` with ``tensors`` in place of those that ``differentiable`` names."""
     changed: dict[str, Any] = {}
     for name, tensor in tensors.items():
         field, _, inner = name.partition(".")
