@@ -84,7 +84,8 @@ def _tree(rank: Rank, name: str, step: int) -> Request:
     one, two, three = (torch.randint(0, 131, (count,), generator=ids) for count in (17, 9, 5))
     branch = torch.cat((one[: 2 * step], two))
     twig = torch.cat((branch[: 2 * step + 3], three))
-    documents = (one, branch, twig, one[: 2 * step], twig[:-2], branch, one[:step], two)
+    other = torch.cat((one[: 2 * step], three, one))
+    documents = (one, branch, twig, one[: 2 * step], twig[:-2], branch, other, one[:step], two)
     return request_of(rank, name, documents)
 
 

@@ -139,9 +139,15 @@ class ContextParallelAttention(torch.nn.Module):
     """The core attention of a layer; Megatron's own refuses context parallelism on this path."""
 
     def __init__(
-        self, config: Any, *_: object, softmax_scale: float | None = None, **__: object
+        self,
+        config: Any,
+        layer_number: int = 1,
+        *_: object,
+        softmax_scale: float | None = None,
+        **__: object,
     ) -> None:
         super().__init__()
+        self.layer_number = layer_number
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(

@@ -61,7 +61,7 @@ def attend(
     groups = key.shape[1]
     for block in seen.blocks:
         scores = masked_scores(
-            _by_group(query[block.queries], groups),
+            by_group(query[block.queries], groups),
             _by_key_head(key[block.keys]),
             seen.mask(block),
             scale=scale,
@@ -140,9 +140,9 @@ def add_gradients(
     """Add to ``into`` what attention over key and value [k, G, D] contributes."""
     groups = key.shape[1]
     for at, to in seen.blocks:
-        q, d_out = _by_group(asked.query[at], groups), _by_group(asked.gradient[at], groups)
+        q, d_out = by_group(asked.query[at], groups), by_group(asked.gradient[at], groups)
         numbers = (finite(asked.highest[at]), positive(asked.total[at]), asked.products[at])
-        highest, total, products = (_by_group(one[..., None], groups) for one in numbers)
+        highest, total, products = (by_group(one[..., None], groups) for one in numbers)
         k, v = _by_key_head(key[to]), _by_key_head(value[to])
         scores = masked_scores(q, k, seen.mask(Block(at, to)), scale=scale)
         weights = (scores - highest).exp() / total
@@ -161,7 +161,7 @@ def softmax(scores: Tensor, value: Tensor) -> Partial:
     return Partial(_by_row(out), _by_row(highest)[..., 0], _by_row(total)[..., 0])
 
 
-def _by_group(rows: Tensor, groups: int) -> Tensor:
+def by_group(rows: Tensor, groups: int) -> Tensor:
     """[n, A, D] -> [G, A / G, n, D] in the working dtype."""
     grouped = rows.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
     return grouped.to(working_dtype(rows.dtype))

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from subjects.trainer.faults.fault import Fault, merged, replaced
 
 FAMILIES = (
+    "attention",
     "rows",
     "reductions",
 )
