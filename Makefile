@@ -20,6 +20,8 @@ CHOSEN_all := $(TESTED)
 CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(CONTROLS))
 CHOSEN_faults := $(FAULTS)
 CHOSEN_controls := $(CONTROLS)
+# `make properties EXAMPLES=...`: how many random forwards.
+EXAMPLES ?= 1000
 PROGRAMS := ci/benchmark ci/lock ci/setup ci/wheel
 
 # One thread a process: a cell runs as many processes as it has ranks.
@@ -27,13 +29,16 @@ export OMP_NUM_THREADS ?= 1
 export TORCH
 
 .DEFAULT_GOAL := parity
-.PHONY: parity test lint style types format lock lock-check wheel benchmark setup clean
+.PHONY: parity test properties lint style types format lock lock-check wheel benchmark setup clean
 
 parity: setup ## the parity cases, on every topology that they name
 	$(BIN)/pytest cases -m "not native" $(ARGS)
 
 test: setup ## the project's own tests
 	$(BIN)/pytest $(CHOSEN_$(PART)) -m "not native" $(ARGS)
+
+properties: setup ## random forwards on warm ranks against one device, other ones each time
+	EXAMPLES=$(EXAMPLES) $(BIN)/pytest subjects/tests/test_properties.py -m properties --hypothesis-show-statistics $(ARGS)
 
 lint: style types ## style, format and types
 

@@ -163,7 +163,7 @@ def softmax(scores: Tensor, value: Tensor) -> Partial:
 
 def by_group(rows: Tensor, groups: int) -> Tensor:
     """[n, A, D] -> [G, A / G, n, D] in the working dtype."""
-    grouped = rows.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
+    grouped: Tensor = rows.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
     return grouped.to(working_dtype(rows.dtype))
 
 

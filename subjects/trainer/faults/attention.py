@@ -101,7 +101,8 @@ def _along_the_heads(keys_values: Tensor, seen: Seen, group: ProcessGroup) -> Te
 
 
 def _not_summed(gradient: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
-    return gradient.split(sizes)[group.rank()]
+    own: Tensor = gradient.split(sizes)[group.rank()]
+    return own
 
 
 def _averaged(gradient: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
