@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from shardproof import Rank
 
 TABLE = {
-    "dp2": {"custom": 3.0, "metric": 3.0},
-    "tp2": {"custom": 1.5, "metric": 1.0},
+    "dp2": {"custom": 3.0, "metric": 3.0, "replicated": 3.0, "sharded": 3.0},
+    "tp2": {"custom": 1.5, "metric": 1.0, "replicated": 3.0, "sharded": 1.0},
     "cp2": {"custom": 1.5, "metric": 1.0, "replicated": 3.0, "sharded": 3.0},
     "tp2xcp2": {"custom": 2.5, "metric": 1.0, "replicated": 10.0, "sharded": 4.0},
     "dp2xcp2": {"custom": 5.0, "metric": 4.0, "replicated": 10.0, "sharded": 10.0},
+    "dp2xtp2xcp2": {"custom": 9.0, "metric": 6.0, "replicated": 36.0, "sharded": 16.0},
 }
 """With rank + 1 on every rank, what rank 0 gets."""
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from subjects.trainer.agreement import DisagreementError
 from subjects.trainer.rank import TrainerRank
-from subjects.types import ForwardInput, ForwardOutput, TopK
+from subjects.types import ForwardInput, ForwardOutput, MicroBatch, TopK
 
-__all__ = ["ForwardInput", "ForwardOutput", "TopK", "TrainerRank"]
+__all__ = [
+    "DisagreementError",
+    "ForwardInput",
+    "ForwardOutput",
+    "MicroBatch",
+    "TopK",
+    "TrainerRank",
+]
