@@ -18,16 +18,19 @@ def tiny_checkpoint(
     tied: bool = False,
     layers: int = 2,
     qk_norm_scale: float = 1.0,
+    file_size: int = 5_000_000_000,
     seed: int = 0,
 ) -> Path:
     """Write a Qwen3 of about 30,000 parameters, float32: vocabulary 131, hidden 40, 4 heads of 12.
 
-    Scores of attention grow with the square of ``qk_norm_scale``. Returns ``directory``.
+    Scores of attention grow with the square of ``qk_norm_scale``. No file holds more bytes than
+    ``file_size``, but for a tensor that does alone. Returns ``directory``.
     """
     return _write(
         Path(directory),
         seed=seed,
         qk_norm_scale=qk_norm_scale,
+        file_size=file_size,
         dtype=torch.float32,
         vocab_size=131,
         hidden_size=40,
@@ -84,6 +87,7 @@ def _write(
     seed: int,
     dtype: torch.dtype,
     qk_norm_scale: float = 1.0,
+    file_size: int = 5_000_000_000,
     **sizes: object,
 ) -> Path:
     config = Qwen3Config(use_sliding_window=False, attention_dropout=0.0, **sizes)
@@ -105,5 +109,5 @@ def _write(
             else:
                 # Keeps the scale of its input, so that no layer fades out.
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=file_size)
     return directory

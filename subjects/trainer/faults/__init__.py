@@ -14,8 +14,16 @@ from subjects.trainer.faults.fault import Fault, merged, replaced
 
 FAMILIES = (
     "attention",
+    "outputs",
+    "gradients",
+    "weights",
     "rows",
+    "slots",
     "reductions",
+    "custom",
+    "optimizer",
+    "batches",
+    "contract",
 )
 """Modules of this package; a new one is a line here."""
 
