@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -311,7 +312,8 @@ def test_saved_files(rank: Rank, build: BuildTrainer, adapter: Adapter) -> None:
     with torch.no_grad():
         for _, parameter, _ in trainer.named_parameters():
             parameter.mul_(1.25)
-    where = "reference" if rank.is_reference else rank.topology.name
+    # The reference is run again and under noise at the same time, each time with its own files.
+    where = f"reference{os.getpid()}" if rank.is_reference else rank.topology.name
     for name in ("wide", "narrow"):
         directory = rank.case_dir / f"saved-{where}-{name}"
         trainer.save_slot(name, directory)
