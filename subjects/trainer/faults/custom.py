@@ -66,6 +66,22 @@ def _left_over_dp(gradient: Tensor, groups: Groups) -> Tensor:
     return _reduce_probe(gradient, Groups(groups.tp, groups.cp, groups.tp)) / groups.tp.size()
 
 
+def _kept_where_used(gradient: Tensor, groups: Groups) -> Tensor:
+    """A rank that has only zeros to add doesn't get what the others have."""
+    whole = _reduce_probe(gradient.clone(), groups)
+    return whole if gradient.any() else gradient
+
+
+def _first_slots_head(
+    self: CustomParts, name: str, factory: Callable[[], OwnModule], *, slot: str | None = None
+) -> OwnModule:
+    made = _module(self, name, factory, slot=slot)
+    if slot is None:
+        return made
+    first: OwnModule = vars(self).setdefault(f"_first {name}", made)
+    return first
+
+
 def _as_made(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
     return value.detach().to(device, copy=True).contiguous()
 
@@ -148,6 +164,22 @@ FAULTS: dict[str, Fault] = {
         case="test_custom.test_head_used_twice",
         shows="grad.head.*",
         catalogue=(10, 104),
+    ),
+    "a head's gradient stays where it was used": _fault(
+        _kept_where_used,
+        reductions,
+        "reduce_probe",
+        axis="dp",
+        case="test_custom.test_head_of_some_batches",
+        shows="grad.[ab].*",
+    ),
+    "the first slot's head is every slot's": _fault(
+        _first_slots_head,
+        CustomParts,
+        "module",
+        axis="any",
+        case="test_custom.test_heads_of_slots",
+        shows="*.two.read",
     ),
     "buffer of the caller's trained": _fault(
         _trained_buffer,

@@ -85,6 +85,10 @@ def _no_epsilon(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / norm)
 
 
+def _over_the_limit(norm: float, max_norm: float | None) -> float:
+    return 1.0 if max_norm is None else 1.0 / max(1.0, max_norm)
+
+
 def _clipped_before(self: Optimizer) -> StepResult:
     for members in optimizer.by_slot(self._trainer.named_parameters()).values():
         norm = optimizer.gradient_norm(members, self._trainer.groups)
@@ -240,6 +244,13 @@ FAULTS: dict[str, Fault] = {
         axis="dp",
         case=_SLOTS,
         shows="step0.moment.large/*",
+    ),
+    "gradients divided by the limit": _fault(
+        _over_the_limit,
+        "clip_coefficient",
+        axis="any",
+        case="test_optimizer.test_clipping_inactive",
+        shows="step0.moment.*",
     ),
     "slots are one group": _fault(
         _one_group, "by_slot", axis="any", case=_SLOTS, shows="step0.moment.small/*"
