@@ -85,7 +85,7 @@ def _no_epsilon(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / norm)
 
 
-def _over_the_limit(norm: float, max_norm: float | None) -> float:
+def _over_the_limit(norm: float, max_norm: float | None) -> float:  # noqa: ARG001
     return 1.0 if max_norm is None else 1.0 / max(1.0, max_norm)
 
 
