@@ -153,3 +153,26 @@ def test_equal_logits_in_the_order_of_their_ids(
         assert top is not None
         rank.observe(f"{request.name}.tokens", top.tokens)
         rank.observe(f"{request.name}.values", top.values)
+
+
+@pytest.mark.parametrize("sharing", ["none"])
+def test_what_does_not_fit_is_refused(rank: Rank, build: BuildTrainer, sharing: str) -> None:
+    """One rank has less memory: all refuse the full logits alike, and go on to what fits.
+
+    A prediction that leaves the gathered output out would let them pass.
+    """
+    least = 62_000 * rank.dtype.itemsize // 8
+    last = rank.coordinates["cp"] == rank.size("cp") - 1
+    trainer = build(
+        sharing=sharing, plan="runs", only={**SMALL, "memory_limit": least if last else 1 << 40}
+    )
+    request = requests(rank)[0]
+    # The oracle has the memory, and the answer is known.
+    refused = rank.is_reference
+    try:
+        trainer.forward(request.ask(logits=True, no_grad=True))
+    except MemoryError:
+        refused = True
+    rank.observe("refused", refused)
+    output = trainer.forward(request.ask(target_tokens=request.targets, no_grad=True))
+    rank.observe("logprobs", output.target_logprobs)

@@ -22,3 +22,13 @@ def test_a_checkpoint_in_several_files(rank: Rank, build: BuildTrainer) -> None:
         output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
         rank.observe(f"{request.name}.hidden_states", output.hidden_states)
         rank.observe(f"{request.name}.logprobs", output.target_logprobs)
+
+
+@pytest.mark.parity("cp2", **AGAINST_ORACLE)
+def test_the_first_layers_alone(rank: Rank, build: BuildTrainer) -> None:
+    """A model that is cut runs, and reads, its first layers; the last norm comes right after."""
+    trainer = build(layers=3, cut=1)
+    for request in rank.split(requests(rank)):
+        output = trainer.forward(request.ask(hidden_states=True))
+        rank.observe(f"{request.name}.hidden_states", output.hidden_states)
+    assert not any("layers.1." in name for name, _, _ in trainer.named_gradients())

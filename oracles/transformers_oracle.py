@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from oracles import batches
 from oracles.adapters import TARGETS, Adapters, checkpoint_name
@@ -36,11 +36,14 @@ from subjects.types import (
 class TransformersTrainer:
     """The reference that a trainer of the same checkpoint is judged by."""
 
-    def __init__(self, checkpoint_dir: str | Path, rank: RankContext) -> None:
+    def __init__(
+        self, checkpoint_dir: str | Path, rank: RankContext, *, layers: int | None = None
+    ) -> None:
         self.device, self.dtype = rank.device, rank.dtype
         # Eager attention, so that no kernel is chosen by what the machine happens to offer.
         self.model = Qwen3ForCausalLM.from_pretrained(
             str(checkpoint_dir),
+            config=first_layers(checkpoint_dir, layers),
             dtype=self.dtype,
             attn_implementation="eager",
             local_files_only=True,
@@ -238,6 +241,15 @@ class TransformersTrainer:
                 for part in parts
             ]
         )
+
+
+def first_layers(checkpoint_dir: str | Path, layers: int | None) -> Qwen3Config:
+    """The checkpoint's configuration, cut to its first ``layers``; None keeps them all."""
+    config = Qwen3Config.from_pretrained(str(checkpoint_dir), local_files_only=True)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        config.layer_types = config.layer_types[:layers]
+    return config
 
 
 def pick_targets(logprobs: Tensor, targets: Tensor) -> Tensor:

@@ -136,19 +136,22 @@ def output_bytes(request: ForwardInput, found: Sizes) -> dict[str, int]:
 def chunk_bytes(request: ForwardInput, found: Sizes, *, grad: bool) -> int:
     """Bytes that one chunk of logits takes at its height, in forward or in backward."""
     e, w = found.element, found.wide
-    block = e if request.logits else 0
+    widened = w if w != e else 0
     normalized = request.targets() is not None or request.top_k is not None or request.entropy
-    # The logits, their wide copy, and what is exponentiated.
-    work = (w if w != e else 0) + w * (2 if request.entropy else 1)
+    # Beside the logits: rows of them that are handed out, or what is exponentiated.
+    beside = e if request.logits else 0
+    if normalized:
+        beside = max(beside, widened + w * (2 if request.entropy else 1))
     if request.top_k is not None:
         # Ranking: a copy without NaN, four masks, and counts in int32.
-        work = max(work, (w if w != e else 0) + w + 4 + 4)
-    forward = e + max(block, work if normalized else 0)
-    backward = 0
+        beside = max(beside, widened + w + 4 + 4)
     if grad:
-        # The logits or their wide copy become the gradient, which is then narrowed.
-        backward = e + (w + w * request.entropy if normalized else e) + max(block, e)
-    return found.chunk * found.columns * max(forward, backward)
+        # The logits, or their wide copy, become the gradient, which is then narrowed.
+        narrowed = e if normalized and widened else 0
+        block = e + (widened if normalized else 0) if request.logits else 0
+        backward = max(w if request.entropy else 0, block, narrowed)
+        beside = max(beside, (widened if normalized else 0) + backward)
+    return found.chunk * found.columns * (e + beside)
 
 
 def gradient_bytes(request: ForwardInput, found: Sizes) -> int:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from subjects.trainer import collectives, head_gradients, head_rows, logprobs
 from subjects.trainer.head_rows import Answers, Asked, Chunk, HeadWeights, Place
 from subjects.trainer.logprobs import Moments, VocabularySlice
+from subjects.trainer.reductions import Groups
 from subjects.types import IGNORED, logprob_dtype
 
 
@@ -37,6 +38,12 @@ def answer(hidden: Tensor, head: HeadWeights, asked: Asked, place: Place) -> Ans
 def write_block(full: Tensor, block: Tensor, positions: Tensor, part: VocabularySlice) -> None:
     """Write logits [q, v] at rows ``positions`` [q] and this slice's columns of ``full`` [T, V]."""
     full.narrow(1, part.start, part.columns).index_copy_(0, positions, block)
+
+
+def sum_blocks(full: Tensor, groups: Groups) -> None:
+    """Sum the blocks [T, V] of all ranks of a batch in place: each number is one rank's own."""
+    for group in (groups.tp, groups.cp):
+        collectives.all_reduce(full, group)
 
 
 class Head(torch.autograd.Function):
@@ -62,21 +69,20 @@ class Head(torch.autograd.Function):
             found.take(chunk, logits, asked, place)
             # Before the next chunk's are made, or there would be two.
             del logits
-        logprob = values = tokens = entropy = normalizer = None
+        logprob = values = tokens = entropy = None
+        normalizer = hidden.new_zeros(0)
         if found.moments is not None:
             normalizer, entropy = logprobs.merge_moments(found.moments, groups.tp)
-        if asked.targets is not None and normalizer is not None and found.targets is not None:
+        if asked.targets is not None and found.targets is not None:
             picked = logprobs.merge_targets(found.targets, groups.tp)
             logprob = picked - normalizer[place.local.source_rows][:, None]
             logprob = logprob.where(asked.targets != IGNORED, 0.0)
-        if asked.top_k is not None and normalizer is not None and found.top is not None:
+        if asked.top_k is not None and found.top is not None:
             values, tokens = logprobs.merge_candidates(*found.top, asked.top_k, groups.tp)
             values = values - normalizer[:, None]
             ctx.mark_non_differentiable(tokens)
         if asked.logits == "full" and found.logits is not None:
-            # Each number is one rank's and zero on all others.
-            for group in (groups.tp, groups.cp):
-                collectives.all_reduce(found.logits, group)
+            sum_blocks(found.logits, groups)
         entropy = entropy if asked.entropy else None
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.asked, ctx.place = scale, asked, place
@@ -92,12 +98,16 @@ class Head(torch.autograd.Function):
             return (None,) * 7
         hidden, weight, down, up, normalizer, entropy, tokens = ctx.saved_tensors
         head = HeadWeights(weight, down, up, ctx.scale)
+        wanted = Answers(*gradients)
         result = head_gradients.Gradients.empty(hidden, head, ctx.needs_input_grad)
         known = head_gradients.Known(normalizer, entropy, tokens, ctx.asked, ctx.place)
         for chunk in head_rows.chunks(ctx.place.local, ctx.place.head_rows):
             rows = head_rows.rows_again(hidden, chunk)
-            logits = head_rows.chunk_logits(rows, head, ctx.place.part)
-            gradient = head_gradients.logits_gradient(chunk, logits, known, Answers(*gradients))
+            if head_gradients.needs_logits(wanted):
+                logits = head_rows.chunk_logits(rows, head, ctx.place.part)
+            else:
+                logits = rows.new_zeros(len(rows), ctx.place.part.columns)
+            gradient = head_gradients.logits_gradient(chunk, logits, known, wanted)
             del logits
             result.add(chunk, rows, head_rows.real_columns(head, ctx.place.part), gradient)
             del gradient

@@ -20,37 +20,43 @@ from subjects.types import IGNORED, logprob_dtype
 
 
 class Known(NamedTuple):
-    """What backward has of forward."""
+    """What backward has of forward; the normalizer is empty where nothing needed one."""
 
-    normalizer: Tensor | None
+    normalizer: Tensor
     entropy: Tensor | None
     tokens: Tensor | None
     asked: Asked
     place: Place
 
 
+def needs_logits(gradients: Answers) -> bool:
+    """Whether a chunk's logits must be computed again: not for the gradient of logits alone."""
+    return any(
+        gradient is not None
+        for gradient in (gradients.logprobs, gradients.top_values, gradients.entropy)
+    )
+
+
 def logits_gradient(chunk: Chunk, logits: Tensor, known: Known, gradients: Answers) -> Tensor:
-    """The gradient [c, v] of a chunk's logits, in the dtype of the run, from those of answers."""
-    wide = logits.to(logprob_dtype(logits.dtype))
-    result = _normalized_gradient(chunk, wide, known, gradients)
-    if result is None:
-        result = torch.zeros_like(logits)
+    """The gradient [c, v] of a chunk's logits, in the dtype of the run, from those of answers.
+
+    ``logits`` may be overwritten; where they aren't needed they are zeros.
+    """
+    result = logits
+    if needs_logits(gradients):
+        wide = logits.to(logprob_dtype(logits.dtype))
+        result = _normalized_gradient(chunk, wide, known, gradients)
     if gradients.logits is not None:
         for questions, rows in head_rows.pieces(chunk):
             block = _logits_block(questions, known.place, known.asked, gradients.logits)
             result.index_add_(0, rows, block.to(result.dtype))
+            # Before the next piece's is made, or there would be two.
+            del block
     return result.to(logits.dtype)
 
 
-def _normalized_gradient(
-    chunk: Chunk, wide: Tensor, known: Known, gradients: Answers
-) -> Tensor | None:
-    """The share of log-probabilities and entropy in the gradient [c, v]; None if there is none.
-
-    ``wide`` may be overwritten.
-    """
-    if known.normalizer is None:
-        return None
+def _normalized_gradient(chunk: Chunk, wide: Tensor, known: Known, gradients: Answers) -> Tensor:
+    """The share of log-probabilities and entropy in the gradient [c, v]; overwrites ``wide``."""
     asked, at = known.asked, slice(chunk.start, chunk.stop)
     picks: list[tuple[Tensor, Tensor, Tensor]] = []
     if gradients.logprobs is not None and asked.targets is not None:
@@ -60,18 +66,24 @@ def _normalized_gradient(
     if gradients.top_values is not None and known.tokens is not None:
         rows = torch.arange(len(wide), device=wide.device)
         picks.append((rows, known.tokens[at], gradients.top_values[at]))
-    entropy = entropy_gradient(known.entropy, gradients.entropy, at)
-    if not picks and entropy is None:
-        return None
+    columns = [logprobs.target_columns(tokens, known.place.part) for _, tokens, _ in picks]
     picked = wide.new_zeros(len(wide)) if picks else None
-    for rows, _, gradient in picks:
+    for (rows, _, gradient), own in zip(picks, columns, strict=True):
         if picked is not None:
-            picked.index_add_(0, rows, gradient.sum(dim=1))
+            picked.index_add_(0, rows, share_of_row(gradient, own))
+    entropy = entropy_gradient(known.entropy, gradients.entropy, at)
     result = logprobs.softmax_gradient(wide, known.normalizer[at], picked, entropy)
-    for rows, tokens, gradient in picks:
-        columns = logprobs.target_columns(tokens, known.place.part)
-        logprobs.add_at(result, rows, columns, gradient)
+    for (rows, _, gradient), own in zip(picks, columns, strict=True):
+        logprobs.add_at(result, rows, own, gradient)
     return result
+
+
+def share_of_row(gradient: Tensor, columns: Tensor) -> Tensor:  # noqa: ARG001
+    """What the log-probabilities picked from a row [q, t] send back through its normalizer, [q].
+
+    Every slice has a share in the normalizer, wherever ``columns`` [q, t] say the token is.
+    """
+    return gradient.sum(dim=1)
 
 
 def entropy_gradient(

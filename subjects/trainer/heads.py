@@ -60,7 +60,7 @@ def outputs(
     if request.hidden_states:
         states = _full(replicated_use(rows, groups.tp), place)
     if asked.logits == "local" and found.logits is not None:
-        part = LocalLogits(found.logits, local.sources, place.part.start)
+        part = local_part(found.logits, place)
     return ForwardOutput(
         target_logprobs=logprobs,
         top_k=top,
@@ -69,6 +69,11 @@ def outputs(
         local_logits=part,
         hidden_states=states,
     )
+
+
+def local_part(values: Tensor, place: Place) -> LocalLogits:
+    """Logits [m, v] of this rank alone, with the rows and the columns that they are."""
+    return LocalLogits(values, place.local.sources, place.part.start)
 
 
 def found_by_head(asked: Asked) -> bool:

@@ -16,6 +16,7 @@ FAMILIES = (
     "attention",
     "outputs",
     "gradients",
+    "heads",
     "weights",
     "rows",
     "slots",
