@@ -226,7 +226,7 @@ def _config(rank: int, alpha: float, targets: Sequence[str], *, rslora: bool = F
 
     return LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT takes any number
+        lora_alpha=alpha,
         target_modules=list(targets),
         use_rslora=rslora,
         task_type="CAUSAL_LM",
