@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from subjects.tests import scenario, worlds
 
@@ -79,10 +81,10 @@ def bad_input_on_one_rank(trainer: Any, *, odd: bool, replicas: int) -> None:
     place = "cp=1, tp=1" if replicas == 4 else "cp=1"
     for request, words in bad:
         # On all ranks: each raises its own error.
-        assert words in raised(lambda one=request: trainer.forward(one), replicas=replicas)
+        assert words in raised(partial(trainer.forward, request), replicas=replicas)
         # On one rank alone: so do its peers, which were given nothing wrong; other batches go on.
         given = request if odd else good
-        text = raised(lambda one=given: trainer.forward(one), replicas=replicas)
+        text = raised(partial(trainer.forward, given), replicas=replicas)
         touched = dist.get_rank() >= 4 - replicas
         assert bool(text) == touched, text
         if touched:
@@ -115,11 +117,12 @@ def out_of_step(trainer: Any, *, odd: bool, replicas: int) -> None:
 
 def different_losses(trainer: Any, *, odd: bool, replicas: int) -> None:
     touched = dist.get_rank() >= 4 - replicas
-    for wrong in (
+    losses: list[Callable[[Tensor, Tensor], Tensor]] = [
         lambda scores, _: scores.sum() * (1 + 1e-6 * odd),
         lambda scores, states: scores.sum() if odd else scores.sum() + states.sum(),
         lambda scores, states: states.sum() if odd else scores.sum(),
-    ):
+    ]
+    for wrong in losses:
         output = trainer.forward(scenario.requests()[0])
         loss = wrong(output.target_logprobs, output.hidden_states)
         text = raised(loss.backward, replicas=replicas)
