@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def torchs_own() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.distributed_c10d.ProcessGroupGloo = kept  # type: ignore[misc]
+    vars(dist.distributed_c10d)["ProcessGroupGloo"] = kept
 
 
 def loops() -> int:
@@ -62,11 +63,11 @@ def test_groups_are_torchs_own() -> None:
     value = torch.ones(3)
     dist.all_reduce(value)
     assert value.tolist() == [1.0, 1.0, 1.0]
-    assert backend._get_sequence_number_for_group() == 1
+    assert cast("Any", backend)._get_sequence_number_for_group() == 1
 
 
 def test_options_of_the_caller_are_kept() -> None:
-    options = ProcessGroupGloo._Options()
+    options = cast("Any", ProcessGroupGloo)._Options()
     options._timeout = dt.timedelta(seconds=5)
     options._devices = [ProcessGroupGloo.create_default_device()]
     before = loops()

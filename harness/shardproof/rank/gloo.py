@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
@@ -32,7 +32,7 @@ class SharedDeviceGloo(ProcessGroupGloo):
         if isinstance(options, dt.timedelta):
             timeout, options = options, None
         if options is None:
-            options = ProcessGroupGloo._Options()
+            options = cast("Any", ProcessGroupGloo)._Options()
             options._timeout = timeout
             options._devices = [_device()]
             # As torch does: two for each device.
@@ -42,7 +42,7 @@ class SharedDeviceGloo(ProcessGroupGloo):
 
 def share_device() -> None:
     """Have torch make its Gloo groups on one device from here on; holds for this process."""
-    dist.distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]
+    vars(dist.distributed_c10d)["ProcessGroupGloo"] = SharedDeviceGloo
 
 
 @cache
