@@ -20,6 +20,14 @@ CHOSEN_all := $(TESTED)
 CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(CONTROLS))
 CHOSEN_faults := $(FAULTS)
 CHOSEN_controls := $(CONTROLS)
+# `make parity CASES=...`: core (outputs, gradients, metrics, attention, the contract), parts (slots,
+# heads and probes, the head, micro-batches, the optimizer, files) or all.
+CASES ?= core
+PARTS := $(addprefix cases/test_,combinations.py custom.py heads.py micro_batches.py optimizer.py \
+	rules.py slots.py weights.py)
+CASES_core := cases $(addprefix --ignore=,$(PARTS))
+CASES_parts := $(PARTS)
+CASES_all := cases
 # `make properties EXAMPLES=...`: how many random forwards.
 EXAMPLES ?= 1000
 PROGRAMS := ci/benchmark ci/lock ci/setup ci/wheel
@@ -32,7 +40,7 @@ export TORCH
 .PHONY: parity test properties lint style types format lock lock-check wheel benchmark setup clean
 
 parity: setup ## the parity cases, on every topology that they name
-	$(BIN)/pytest cases -m "not native" $(ARGS)
+	$(BIN)/pytest $(CASES_$(CASES)) -m "not native" $(ARGS)
 
 test: setup ## the project's own tests
 	$(BIN)/pytest $(CHOSEN_$(PART)) -m "not native" $(ARGS)
