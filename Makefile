@@ -11,15 +11,17 @@ BIN := .venv/bin
 # Parts of the tree that exist, in the order in which they depend on each other.
 TESTED := $(wildcard harness/tests oracles subjects)
 CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
-# `make test PART=...`: unit, faults (ranks and sessions die) or controls (faults put into the trainer
-# must be caught). The whole check gives each a lane of its own.
+# `make test PART=...`: unit, faults (ranks and sessions die), controls (faults put into the trainer
+# must be caught) or floors (of what the cases observe). The whole check gives each its own lane.
 PART ?= all
 FAULTS := $(wildcard harness/tests/test_plugin_faults.py harness/tests/test_fleet_survivors.py)
-CONTROLS := $(wildcard subjects/tests/test_controls.py subjects/tests/test_floor_of_cases.py)
+CONTROLS := $(wildcard subjects/tests/test_controls.py)
+FLOORS := $(wildcard subjects/tests/test_floor_of_cases.py)
 CHOSEN_all := $(TESTED)
-CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(CONTROLS))
+CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(CONTROLS) $(FLOORS))
 CHOSEN_faults := $(FAULTS)
 CHOSEN_controls := $(CONTROLS)
+CHOSEN_floors := $(FLOORS)
 # `make parity CASES=...`: core (outputs, gradients, metrics, attention, the contract), parts (slots,
 # heads and probes, the head, micro-batches, the optimizer, files) or all.
 CASES ?= core
