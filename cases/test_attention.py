@@ -31,7 +31,7 @@ def _observe_step(rank: Rank, trainer: Trainer, batches: list[Request]) -> None:
         assert logprobs is not None
         rank.observe(f"{request.name}.hidden_states", states)
         rank.observe(f"{request.name}.logprobs", logprobs)
-        weights = 0.5 + request.goals[:, 0].abs()
+        weights = request.weights
         (states.square().mean(1) * weights - logprobs * weights).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
 

@@ -54,7 +54,7 @@ def _joint_loss(values: dict[str, Tensor], request: Request) -> Tensor:
         values["logits"].tanh().mean(1),
         values["hidden_states"].square().mean(1),
     ]
-    weights = 0.5 + request.goals[:, 0].abs()
+    weights = request.weights
     return sum(
         ((1 + one.tanh()) * other * weights).sum()
         for one, other in zip(rows, rows[1:] + rows[:1], strict=True)
