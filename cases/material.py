@@ -135,6 +135,14 @@ def states_of(output: ForwardOutput) -> Tensor:
     return output.hidden_states
 
 
+def spread(states: Tensor) -> Tensor:
+    """[rows]: the mean square of each row's distance from one.
+
+    The final norm holds a mean square alone near one: its gradient would be mostly rounding.
+    """
+    return (states - 1).square().mean(-1)
+
+
 def weighted_loss(request: Request, output: ForwardOutput) -> Tensor:
     """The negated sum of log-probabilities with unequal weights, divided by no count."""
     return -(logprobs_of(output) * request.weights).sum()

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, Request, make_request, request_of, requests
+from cases.material import (
+    AGAINST_ORACLE,
+    TOPOLOGIES,
+    Request,
+    make_request,
+    request_of,
+    requests,
+    spread,
+)
 
 if TYPE_CHECKING:
     from cases.conftest import BuildTrainer
@@ -32,7 +40,7 @@ def _observe_step(rank: Rank, trainer: Trainer, batches: list[Request]) -> None:
         rank.observe(f"{request.name}.hidden_states", states)
         rank.observe(f"{request.name}.logprobs", logprobs)
         weights = request.weights
-        (states.square().mean(1) * weights - logprobs * weights).sum().backward()
+        (spread(states) * weights - logprobs * weights).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 

@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, VOCABULARY, Request, requests, weighted_loss
+from cases.material import (
+    AGAINST_ORACLE,
+    TOPOLOGIES,
+    VOCABULARY,
+    Request,
+    requests,
+    spread,
+    weighted_loss,
+)
 from subjects.types import ForwardInput, MicroBatch, Nested
 
 if TYPE_CHECKING:
@@ -183,7 +191,7 @@ def test_a_loss_may_leave_outputs_out(rank: Rank, build: BuildTrainer) -> None:
             request.ask(target_tokens=request.targets, hidden_states=True, top_k=3)
         )
         assert output.hidden_states is not None
-        (output.hidden_states.square().mean(1) * request.weights).sum().backward()
+        (spread(output.hidden_states) * request.weights).sum().backward()
     rank.observe_gradients(trainer.named_gradients(), prefix="of states alone")
     trainer.zero_gradients()
     for request in mine:
@@ -202,7 +210,7 @@ def test_a_kept_graph_is_run_twice(rank: Rank, build: BuildTrainer) -> None:
     for request in mine:
         output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
         assert output.hidden_states is not None
-        both = weighted_loss(request, output) + output.hidden_states.square().mean()
+        both = weighted_loss(request, output) + spread(output.hidden_states).mean()
         weighted_loss(request, output).backward(retain_graph=True)
         both.backward(retain_graph=True)
         # Nothing in this one remembers by itself that its graph is gone.
@@ -222,7 +230,7 @@ def test_outputs_belong_to_the_caller(rank: Rank, build: BuildTrainer) -> None:
         states.mul_(1 + request.goals[:, :1].abs())
         states[3:5].add_(0.25)
         rank.observe(f"{request.name}.states", states)
-        (states[1:][request.mask].square().mean() + states[-1].sum()).backward()
+        (spread(states[1:][request.mask]).mean() + states[-1].sum()).backward()
         logprobs = trainer.forward(request.ask(target_tokens=request.targets)).target_logprobs
         assert logprobs is not None
         logprobs[2:].mul_(request.goals[2:, 0])

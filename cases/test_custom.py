@@ -17,6 +17,7 @@ from cases.material import (
     normal,
     probe_weight,
     requests,
+    spread,
     states_of,
 )
 from subjects.types import IGNORED
@@ -140,7 +141,7 @@ def test_head_of_some_batches(rank: Rank, build: BuildTrainer) -> None:
     trainer.parameter("unused", lambda: probe_weight(rank))
     for request in rank.split(requests(rank, 3)):
         states = states_of(trainer.forward(request.ask(hidden_states=True)))
-        loss = states.square().mean()
+        loss = spread(states).mean()
         if request.name != "third":
             head = heads["a" if request.name == "first" else "b"]
             loss = loss + head(states)[1:][request.mask].tanh().square().sum()

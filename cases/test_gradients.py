@@ -13,6 +13,7 @@ from cases.material import (
     logprobs_of,
     probe_weight,
     requests,
+    spread,
     states_of,
 )
 from oracles.analytic import probe_gradient, probe_loss
@@ -39,7 +40,7 @@ def test_nonlinear_loss_across_items(rank: Rank, trainer: Trainer) -> None:
         output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
         scores = torch.stack([part.mean() for part in request.by_document(logprobs_of(output))])
         norms = torch.stack(
-            [part.square().mean() for part in request.by_document(states_of(output))]
+            [spread(part).mean() for part in request.by_document(states_of(output))]
         )
         loss = (scores.softmax(0) * norms).sum() + scores.logsumexp(0)
         rank.observe(f"{request.name}.loss", loss)
@@ -52,7 +53,7 @@ def test_masked_readout_gradients(rank: Rank, trainer: Trainer) -> None:
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(hidden_states=True))
         rows = states_of(output)[1:][request.mask]
-        (rows.square().mean(1) * request.weights[1:][request.mask]).sum().backward()
+        (spread(rows) * request.weights[1:][request.mask]).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 
@@ -137,7 +138,7 @@ def test_gradients_accumulate(rank: Rank, trainer: Trainer) -> None:
         first = trainer.forward(request.ask(target_tokens=request.targets))
         (logprobs_of(first) * request.weights).sum().backward()
         second = trainer.forward(request.ask(hidden_states=True))
-        states_of(second).square().mean().backward()
+        spread(states_of(second)).mean().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 

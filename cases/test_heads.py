@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, VOCABULARY, multi_targets, requests
+from cases.material import AGAINST_ORACLE, TOPOLOGIES, VOCABULARY, multi_targets, requests, spread
 
 if TYPE_CHECKING:
     from cases.conftest import BuildTrainer
@@ -52,7 +52,7 @@ def _joint_loss(values: dict[str, Tensor], request: Request) -> Tensor:
         values["top_values"].square().mean(1),
         values["entropy"],
         values["logits"].tanh().mean(1),
-        values["hidden_states"].square().mean(1),
+        spread(values["hidden_states"]),
     ]
     weights = request.weights
     return sum(

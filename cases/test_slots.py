@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, make_request, requests
+from cases.material import AGAINST_ORACLE, TOPOLOGIES, make_request, requests, spread
 from subjects.types import TARGETS, ForwardOutput
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _loss(output: ForwardOutput, request: Request) -> Tensor:
     if output.target_logprobs is not None:
         loss = loss - (output.target_logprobs * weights).sum()
     if output.hidden_states is not None:
-        loss = loss + (output.hidden_states.square().mean(1) * weights).sum()
+        loss = loss + (spread(output.hidden_states) * weights).sum()
     return loss
 
 
