@@ -57,8 +57,8 @@ def test_targets_left_out_are_exactly_zero() -> None:
 
 def test_of_equal_tokens_the_lower_id_comes_first() -> None:
     logprobs = torch.tensor([[0.1, 0.5, 0.5, 0.2, 0.5], [0.0] * 5])
-    assert pick_top(logprobs, 2).tokens.tolist() == [[1, 2], [0, 1]]
-    assert pick_top(logprobs, 4).tokens.tolist() == [[1, 2, 4, 3], [0, 1, 2, 3]]
+    assert pick_top(logprobs, 2, logprobs).tokens.tolist() == [[1, 2], [0, 1]]
+    assert pick_top(logprobs, 4, logprobs).tokens.tolist() == [[1, 2, 4, 3], [0, 1, 2, 3]]
 
 
 def test_no_grad_and_frozen_parts(oracle: TransformersTrainer) -> None:
@@ -75,11 +75,11 @@ def test_no_grad_and_frozen_parts(oracle: TransformersTrainer) -> None:
 
 
 def test_what_the_oracle_refuses(oracle: TransformersTrainer) -> None:
-    with pytest.raises(ValueError, match="has no slots"):
+    with pytest.raises(ValueError, match="the oracle has"):
         oracle.forward(ForwardInput([1], slot="a"))
     with pytest.raises(ValueError, match="outside the vocabulary of 131"):
         oracle.forward(ForwardInput([131]))
-    with pytest.raises(ValueError, match="expected 'decoder' or 'head'"):
+    with pytest.raises(ValueError, match="expected 'decoder', 'head' or 'base'"):
         oracle.freeze("norms")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected sum, max or min"):
         oracle.dp_reduce(1.0, "mean")  # type: ignore[arg-type]
