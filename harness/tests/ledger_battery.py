@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,14 @@ def reductions(world: World) -> Any:
         for name in ("SUM", "MAX", "MIN", "PRODUCT", "AVG"):
             x = world.values(3, 2, dtype=dtype)
             before = x.data_ptr()
-            answer = trial(lambda x=x, name=name: dist.all_reduce(x, getattr(dist.ReduceOp, name)))
+            answer = trial(partial(dist.all_reduce, x, getattr(dist.ReduceOp, name)))
             found.append((str(dtype), name, answer, x, x.data_ptr() == before))
     x = world.values(5)
     found.append((dist.reduce(x, 1), x))
     found.append((trial(lambda: dist.all_reduce(x.bool(), dist.ReduceOp.BAND)), x))
     sparse = torch.eye(3).to_sparse() * (world.rank + 1)
     found.append((trial(lambda: dist.all_reduce(sparse)), sparse.to_dense()))
-    premul = dist._make_nccl_premul_sum(2.0)  # type: ignore[attr-defined]
+    premul = dist._make_nccl_premul_sum(2.0)
     found.append(trial(lambda: dist.all_reduce(world.values(), premul)))
     return found
 
@@ -125,8 +126,8 @@ def messages(world: World) -> Any:
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     found: list[Any] = []
     x, y = world.values(4), torch.zeros(4)
-    work = dist.isend(x, right, tag=3)
-    received = dist.irecv(y, left, tag=3)
+    work: Any = dist.isend(x, right, tag=3)
+    received: Any = dist.irecv(y, left, tag=3)
     found.append((type(work).__name__, type(received).__name__))
     found.append((received.wait(), work.wait(), received._source_rank(), y.clone()))
     if world.rank == 0:
@@ -351,7 +352,7 @@ def fsdp(world: World) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     model = _model()
-    for layer in model:
+    for layer in model.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh)
@@ -378,21 +379,22 @@ def dtensor(world: World) -> Any:
     whole = torch.randn(8, 4 * world.size)
     x = distribute_tensor(whole, world.mesh, [Shard(0)])
     y = x.redistribute(world.mesh, [Shard(1)])
-    z = (x @ distribute_tensor(whole.T.contiguous(), world.mesh, [Replicate()])).sum()
+    z: Any = (x @ distribute_tensor(whole.T.contiguous(), world.mesh, [Replicate()])).sum()
     model = _model()
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel()}
     parallel = parallelize_module(model, world.mesh, plan)
     out = parallel(torch.ones(3, 8))
     out.sum().backward()
-    grads = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
-    partial = distribute_module(nn.Linear(4, 4), world.mesh)(torch.ones(2, 4))
+    gradients: list[Any] = [p.grad for p in model.parameters()]
+    grads = [gradient.full_tensor() for gradient in gradients]
+    copied = distribute_module(nn.Linear(4, 4), world.mesh)(torch.ones(2, 4))
     return (
         x.full_tensor(),
         y.to_local(),
         z.full_tensor(),
         out,
         grads,
-        type(partial).__name__,
+        type(copied).__name__,
         str(Partial()),
     )
 
@@ -418,19 +420,23 @@ def modes(world: World) -> Any:
     seen: list[str] = []
 
     class Functions(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(getattr(func, "__name__", str(func)))
             return func(*args, **(kwargs or {}))
 
     class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
     x = world.values(4)
     with Functions():
         dist.all_reduce(x)
-    with Operations():
+    with Operations():  # type: ignore[no-untyped-call]
         dist.all_reduce(x)
         y = functional.all_reduce(x, "sum", world.group) + 1
     with torch.inference_mode():
@@ -470,7 +476,7 @@ def play(rank: int, size: int, folder: Path, ledger: bool, names: list[str]) -> 
         kernels.begin(folder, rank, lambda ranks: "-".join(map(str, ranks)))
     found: dict[str, Any] = {}
     for name in names:
-        found[name] = trial(lambda name=name: PROBES[name](world))
+        found[name] = trial(partial(PROBES[name], world))
         dist.barrier()
         found[f"{name}: sequence"] = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
     if ledger:

@@ -89,7 +89,7 @@ def both(zero: Script, one: Script) -> list[Ledger]:
         ({"dtypes": "int32"}, "dtype"),
     ],
 )
-def test_each_part_of_a_call_is_compared(changed: dict[str, str], what: str) -> None:
+def test_each_part_of_a_call_is_compared(changed: dict[str, Any], what: str) -> None:
     zero = Script(0).call("all_reduce").call("all_reduce")
     one = Script(1).call("all_reduce").call(**{"operation": "all_reduce", **changed})
     found = first_conflict(both(zero, one))

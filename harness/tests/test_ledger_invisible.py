@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ledger_battery import PROBES, equal, run_battery
+from tests.ledger_battery import PROBES, equal, run_battery
 
 from shardproof.ledger import kernels
 from shardproof.ledger.operations import LOCAL, OPERATIONS, SILENT_METHODS, recorded_methods

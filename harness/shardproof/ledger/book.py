@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import distributed as dist
@@ -22,8 +22,7 @@ from shardproof.ledger.sites import Sites
 
 _REMEMBERED: Final = 8192
 _REDUCE_OPS: Final = {
-    int(getattr(member, "value", member)): name
-    for name, member in dist.ReduceOp.RedOpType.__members__.items()
+    int(cast("Any", member)): name for name, member in dist.ReduceOp.RedOpType.__members__.items()
 }
 _U64: Final = struct.Struct("<Q")
 _DOUBLE: Final = struct.Struct("<d")
