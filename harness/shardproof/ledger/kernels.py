@@ -95,12 +95,13 @@ def install() -> None:
     """
     if _state.installed:
         return
-    check_known(operation_names(), dir(dist.ProcessGroup))
+    names = operation_names()
+    check_known(names, dir(dist.ProcessGroup))
     library = torch.library.Library("c10d", "IMPL")
     functional = torch.library.Library("_c10d_functional", "IMPL")
     _state.libraries = [library, functional]
     for operation in OPERATIONS:
-        if operation.schema in operation_names():
+        if operation.schema in names:
             run = _onwards(getattr(torch.ops.c10d, operation.schema).default)
             library.impl(operation.schema, _recording(operation, run), _KEY, with_keyset=True)
     run = _onwards(torch.ops._c10d_functional.wait_tensor.default)
