@@ -24,7 +24,8 @@ class Settings:
     """What this run was asked for, checked.
 
     ``timeout`` is in seconds per case and topology. ``forced`` are the topologies of
-    ``--topology``, empty when each case's own are used.
+    ``--topology``, empty when each case's own are used. ``against`` is the revision or release of
+    ``--against``, ``subject`` the paths that it supplies, relative to the rootdir.
     """
 
     axes: tuple[Axis, ...]
@@ -38,6 +39,8 @@ class Settings:
     max_ranks: int
     preload: tuple[str, ...]
     report: Path
+    against: str | None = None
+    subject: tuple[str, ...] = ()
 
 
 SETTINGS = pytest.StashKey[Settings]()
@@ -84,6 +87,18 @@ def add_options(parser: pytest.Parser) -> None:
         default=DEFAULT_REPORT,
         metavar="DIR",
         help=f"where run.jsonl is written, relative to the rootdir (default: {DEFAULT_REPORT})",
+    )
+    group.addoption(
+        "--against",
+        metavar="REV",
+        help="control: run each case on the subject of this revision too (or of a release, "
+        "'package==1.2.3'), and say which cases catch the difference",
+    )
+    parser.addini(
+        "shardproof_subject",
+        "paths under test, relative to the rootdir: what --against takes from a revision",
+        type="args",
+        default=[],
     )
     parser.addini(
         "shardproof_preload",
@@ -151,6 +166,8 @@ def read_settings(config: pytest.Config) -> Settings:
         max_ranks=max_ranks,
         preload=preload,
         report=config.rootpath / config.getoption("--parity-report"),
+        against=config.getoption("--against"),
+        subject=tuple(config.getini("shardproof_subject")),
     )
 
 

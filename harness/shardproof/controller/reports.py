@@ -34,6 +34,8 @@ def reproduce_line(item: pytest.Item, settings: Settings, topology: str) -> str:
         words += ["--parity-dtype", settings.dtype]
     if settings.seed != 0:
         words += ["--parity-seed", str(settings.seed)]
+    if settings.against is not None:
+        words += ["--against", settings.against]
     if settings.timeout != DEFAULT_TIMEOUT:
         words += ["--parity-timeout", f"{settings.timeout:g}"]
     return shlex.join(words)
