@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import unittest
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,14 +198,21 @@ def read_options(item: pytest.Item) -> CaseOptions:
 
 
 def _keywords(item: pytest.Item) -> dict[str, Any]:
-    fixes: dict[str, Any] = {}
-    for marker in item.iter_markers(MARKER):
-        for keyword in ("fixes", "fixes_raises"):
-            if keyword in marker.kwargs:
-                fixes.setdefault(keyword, marker.kwargs[keyword])
-        if marker.args or not marker.kwargs.keys() <= {"fixes", "fixes_raises"}:
-            return {**marker.kwargs, **fixes}
-    return fixes
+    """Keywords of the closest marker, and of one that adds ``fixes`` to it."""
+    main, added = _split(item.iter_markers(MARKER))
+    return {**(main.kwargs if main else {}), **(added.kwargs if added else {})}
+
+
+def _split(markers: Iterable[pytest.Mark]) -> tuple[pytest.Mark | None, pytest.Mark | None]:
+    """The closest marker, and the closest of those with nothing but ``fixes``."""
+    main: pytest.Mark | None = None
+    added: pytest.Mark | None = None
+    for mark in markers:
+        if mark.args or not mark.kwargs or not mark.kwargs.keys() <= {"fixes", "fixes_raises"}:
+            main = main or mark
+        else:
+            added = added or mark
+    return main, added
 
 
 def _check_fixes(options: CaseOptions) -> None:
@@ -267,7 +274,8 @@ def _markers(collector: pytest.Collector, obj: object) -> Iterator[pytest.Mark]:
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Give a parity test one item for each topology."""
-    marker = metafunc.definition.get_closest_marker(MARKER)
+    main, added = _split(metafunc.definition.iter_markers(MARKER))
+    marker = main or added
     if marker is None or RANK_FIXTURE not in metafunc.fixturenames:
         return
     cells = list(_cells(metafunc.config.stash[SETTINGS], marker))
