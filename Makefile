@@ -3,13 +3,14 @@
 #   PYTHON=python3.12   the interpreter that .venv is made with (first run only)
 #   TORCH=2.14.1        another version of torch
 #   ARGS="-k readout"   more arguments for pytest
+#   REV=main            what `make against` and `make diagnostics` compare with
 
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 BIN := .venv/bin
 # Parts of the tree that exist, in the order in which they depend on each other.
-TESTED := $(wildcard harness/tests oracles subjects)
+TESTED := $(wildcard harness/tests oracles subjects ci/tests)
 CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
 # `make test PART=...`: unit, faults (ranks and sessions die) or controls (faults put into the trainer
 # must be caught). The whole check gives each a lane of its own.
@@ -20,14 +21,17 @@ CHOSEN_all := $(TESTED)
 CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(CONTROLS))
 CHOSEN_faults := $(FAULTS)
 CHOSEN_controls := $(CONTROLS)
-PROGRAMS := ci/benchmark ci/lock ci/setup ci/wheel
+PROGRAMS := ci/benchmark ci/diagnostics ci/lock ci/setup ci/wheel
 
 # One thread a process: a cell runs as many processes as it has ranks.
 export OMP_NUM_THREADS ?= 1
+# The commit before: the parent of a change that is one commit.
+REV ?= HEAD~1
 export TORCH
 
 .DEFAULT_GOAL := parity
-.PHONY: parity test lint style types format lock lock-check wheel benchmark setup clean
+.PHONY: parity test lint style types format lock lock-check wheel benchmark against diagnostics \
+	setup clean
 
 parity: setup ## the parity cases, on every topology that they name
 	$(BIN)/pytest cases -m "not native" $(ARGS)
@@ -59,6 +63,12 @@ wheel: setup ## build the wheel, and try it in an empty environment
 
 benchmark: setup ## seconds per trivial case, beside other ways to run one
 	$(BIN)/python ci/benchmark $(ARGS)
+
+against: setup ## the parity cases on the trainer of REV too: which of them catch the difference
+	$(BIN)/pytest cases -m "not native" --against "$(REV)" $(ARGS)
+
+diagnostics: setup ## fail on lint and type diagnostics that REV does not have
+	$(BIN)/python ci/diagnostics "$(REV)" --types $(CHECKED) $(PROGRAMS)
 
 setup:
 	@if [ -z "$(PYTHON)" ]; then \
