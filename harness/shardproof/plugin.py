@@ -59,7 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     if others:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(trylast=True)

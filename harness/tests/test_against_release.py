@@ -35,9 +35,9 @@ def wheel(folder: Path, name: str, version: str, files: Mapping[str, str]) -> Pa
         "Tag: py3-none-any\n",
     }
     record = ""
-    for path, text in contents.items():
+    for member, text in contents.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=")
-        record += f"{path},sha256={digest.decode()},{len(text.encode())}\n"
+        record += f"{member},sha256={digest.decode()},{len(text.encode())}\n"
     contents[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{version}-py3-none-any.whl"

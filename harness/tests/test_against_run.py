@@ -303,7 +303,7 @@ class TestWrongCode:
             [
                 "wrong code under test: there, on rank 0",
                 f"  mine was imported from {file}, expected from HEAD:mine",
-                "*stopping after*wrong code under test: there, on rank 0*",
+                "*! wrong code under test: there, on rank 0 !*",
             ]
         )
         assert conclusions(pytester.path) == {"test_gather cp2": "wrong code under test"}

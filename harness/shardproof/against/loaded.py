@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardproof.against.subject import Subject, real
+from shardproof.against.subject import Subject, inside, real
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def loaded(subject: Subject) -> Loaded:
     Wrong is a module whose name belongs to the subject and whose file does not come from its
     place, and one of any name that comes from a declared path which something else stands for.
     A folder without ``__init__.py`` may be a namespace with parts elsewhere, so its name alone
-    condemns no module.
+    condemns no module; nor does one that the subject gives to a module of another package.
     """
     right = 0
     wrong: list[tuple[str, str]] = []
@@ -40,15 +40,13 @@ def loaded(subject: Subject) -> Loaded:
         if not places:
             continue
         belongs = subject.belongs(name)
-        strict = belongs is not None and not _namespace(belongs)
+        strict = belongs is not None and not _namespace(belongs) and _own_name(module) == name
         for place in places:
             if subject.stays(place):
                 continue
             if subject.supplied(place):
                 right += 1
-            elif strict or any(
-                place == folder or place.startswith(f"{folder}/") for folder in subject.forbidden
-            ):
+            elif strict or any(inside(place, folder) for folder in subject.forbidden):
                 wrong.append((name, place))
     return Loaded(right, tuple(wrong))
 
@@ -63,6 +61,10 @@ def _places(module: object) -> list[str]:
         return [real(where) for where in values.get("__path__") or () if isinstance(where, str)]
     except TypeError:
         return []
+
+
+def _own_name(module: object) -> object:
+    return getattr(module, "__dict__", {}).get("__name__")
 
 
 def _namespace(name: str) -> bool:

@@ -46,6 +46,7 @@ class AgainstController(Controller):
         here = replace(settings, against=None)
         super().__init__(config, here, items, side=self._here_side)
         self._control = control
+        self._session = cells[0].session
         self._there = Controller(config, settings, items, side=self._there_side)
         # Cells of each case that are still to come, and what the others came to.
         self._to_come = Counter(case_id(item, self._cell(item)) for item in cells)
@@ -192,19 +193,19 @@ class AgainstController(Controller):
         return "passed", "." if word == CAUGHT else word[0], word.upper()
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session | None = None) -> None:
+    def pytest_sessionfinish(self) -> None:
         """End the ranks of both sides; fail a control that never had REV's code under test."""
         self._there._pool.close(gently=True)  # what REV's fixtures say as they end concerns nobody
         super().pytest_sessionfinish()
-        if session is not None and self._ran_there and not self._there_side.modules:
+        if self._ran_there and not self._there_side.modules:
             names = ", ".join(name for name, _ in self._names()) or "none that can be imported"
             self._control.problem = (
                 f"wrong code under test: no rank imported a module of the subject ({names}), so "
                 "nothing of REV was under test; correct shardproof_subject, or select cases that "
                 "use it"
             )
-            session.testsfailed += 1
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            self._session.testsfailed += 1
+            self._session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _names(self) -> tuple[tuple[str, str], ...]:
         subject = self._there_side.subject
