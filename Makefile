@@ -12,14 +12,16 @@ BIN := .venv/bin
 # Parts of the tree that exist, in the order in which they depend on each other.
 TESTED := $(wildcard harness/tests oracles subjects ci/tests)
 CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
-# `make test PART=...`: unit, faults (ranks and sessions die) or controls (faults put into the trainer
-# must be caught). The whole check gives each a lane of its own.
+# `make test PART=...`: unit, faults (ranks and sessions die), against (the control against a parent)
+# or controls (faults put into the trainer must be caught). The whole check gives each a lane of its own.
 PART ?= all
 FAULTS := $(wildcard harness/tests/test_plugin_faults.py harness/tests/test_fleet_survivors.py)
 CONTROLS := $(wildcard subjects/tests/test_controls.py subjects/tests/test_floor_of_cases.py)
+AGAINST := $(wildcard harness/tests/test_against_*.py ci/tests/test_diagnostics.py)
 CHOSEN_all := $(TESTED)
-CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(CONTROLS))
+CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROLS))
 CHOSEN_faults := $(FAULTS)
+CHOSEN_against := $(AGAINST)
 CHOSEN_controls := $(CONTROLS)
 PROGRAMS := ci/benchmark ci/diagnostics ci/lock ci/setup ci/wheel
 

@@ -85,6 +85,16 @@ class TestRelease:
             ("space.alone", PurePosixPath("space/alone.py")),
         ]
 
+    def test_a_module_inside_a_package_has_its_place(self, tmp_path: Path) -> None:
+        write(tmp_path, {"mine/inner/__init__.py": "", "mine/part.py": "", "alone.py": ""})
+        modules = {"mine": tmp_path / "mine", "alone": tmp_path / "alone.py"}
+        assert Release.place(modules, "mine") == tmp_path / "mine"
+        assert Release.place(modules, "mine.inner") == tmp_path / "mine/inner"
+        assert Release.place(modules, "mine.part") == tmp_path / "mine/part.py"
+        assert Release.place(modules, "alone") == tmp_path / "alone.py"
+        assert Release.place(modules, "mine.gone") is None
+        assert Release.place(modules, "other") is None
+
     def test_it_is_installed_once_without_dependencies_or_bytecode(
         self, tmp_path: Path, index: Path
     ) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,17 @@ NEW_MODULE = """
     def test_import(rank):
         rank.observe("x", thing(torch.ones(3)))
 """
+
+
+@pytest.fixture(autouse=True)
+def no_worktree_is_left(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """After each run in this process, whatever its end."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield
+    assert not list(folder.rglob("tree-*"))
 
 
 def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
@@ -397,12 +409,3 @@ def test_nothing_is_left_after_ctrl_c(
     marker.unlink()
     assert not list(temporary.iterdir()), text
     assert state(pytester.path) == before
-
-
-@pytest.fixture(autouse=True)
-def no_worktree_is_left(request: pytest.FixtureRequest) -> object:
-    """After each run in this process, whatever its end."""
-    folder = Path(tempfile.gettempdir())
-    before = set(folder.glob("shardproof-*/tree-*"))
-    yield
-    assert set(folder.glob("shardproof-*/tree-*")) - before == set()

@@ -111,23 +111,20 @@ class Control:
         modules = release.modules(folder)
         if not modules:
             raise AgainstError(f"--against {self.text}: {release} installs no module")
-        pairs = []
+        moved: list[tuple[str, str]] = []
+        names = {name: str(place) for name, place in modules.items()} if not self.paths else {}
         for path in self.paths:
-            names = [name for name, _ in module_names(path, path)]
-            places = [modules[name] for name in names if name in modules]
-            if not places:
+            imported = module_names(path, path)
+            found = [(name, here, release.place(modules, name)) for name, here in imported]
+            if not any(place for _, _, place in found):
+                known = " or ".join(name for name, _ in imported) or "nothing"
                 raise AgainstError(
                     f"--against {self.text}: {path.relative_to(self.root)} (shardproof_subject) is "
-                    f"imported as {' or '.join(names) or 'nothing'}, and {release} installs "
-                    f"{', '.join(modules)}"
+                    f"imported as {known}, and {release} installs {', '.join(modules)}"
                 )
-            pairs.append((path, places[0]))
-        subject = Subject(
-            label=self.label,
-            moved=tuple((str(path), str(place)) for path, place in pairs),
-            names=tuple((name, str(place)) for name, place in modules.items()),
-            kept=kept,
-        )
+            moved += [(here, str(place)) for _, here, place in found if place]
+            names |= {name: str(place) for name, _, place in found if place}
+        subject = Subject(self.label, tuple(moved), tuple(names.items()), kept)
         here = self._here(kept) if self.paths else Side("here", None)
         return here, Side("there", subject, redirected=True, path=(str(folder),))
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
 
@@ -122,6 +122,19 @@ class Release:
         """Its packages and modules by name, with their places; a namespace's parts each."""
         files = self.distribution(folder).files or ()
         return {name: folder / path for name, path in outermost(PurePosixPath(f) for f in files)}
+
+    @staticmethod
+    def place(modules: Mapping[str, Path], name: str) -> Path | None:
+        """Where a module is among ``modules``, also inside one of them; None where it is not."""
+        outer, inner = name, ""
+        while outer and outer not in modules:
+            outer, _, tail = outer.rpartition(".")
+            inner = f"{tail}/{inner}" if inner else tail
+        if not outer:
+            return None
+        place = modules[outer] / inner
+        file = place.with_name(f"{place.name}.py")
+        return place if place.exists() else file if file.exists() else None
 
 
 def outermost(files: Iterable[PurePosixPath]) -> list[tuple[str, PurePosixPath]]:
