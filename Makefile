@@ -23,6 +23,8 @@ CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROLS))
 CHOSEN_faults := $(FAULTS)
 CHOSEN_against := $(AGAINST)
 CHOSEN_controls := $(CONTROLS)
+# `make properties EXAMPLES=...`: how many random forwards.
+EXAMPLES ?= 1000
 PROGRAMS := ci/benchmark ci/diagnostics ci/lock ci/setup ci/wheel
 
 # One thread a process: a cell runs as many processes as it has ranks.
@@ -32,7 +34,7 @@ REV ?= HEAD~1
 export TORCH
 
 .DEFAULT_GOAL := parity
-.PHONY: parity test lint style types format lock lock-check wheel benchmark against diagnostics \
+.PHONY: parity test properties lint style types format lock lock-check wheel benchmark against diagnostics \
 	setup clean
 
 parity: setup ## the parity cases, on every topology that they name
@@ -40,6 +42,9 @@ parity: setup ## the parity cases, on every topology that they name
 
 test: setup ## the project's own tests
 	$(BIN)/pytest $(CHOSEN_$(PART)) -m "not native" $(ARGS)
+
+properties: setup ## random forwards on warm ranks against one device, other ones each time
+	EXAMPLES=$(EXAMPLES) $(BIN)/pytest subjects/tests/test_properties.py -m properties --hypothesis-show-statistics $(ARGS)
 
 lint: style types ## style, format and types
 

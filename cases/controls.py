@@ -1,111 +1,163 @@
-"""Negative controls: cases of this folder run with a fault in the trainer, and must fail.
+"""Negative controls: each known fault, put into the trainer, runs the case that is about it.
 
-Not collected with the cases; ``cases/tests/test_controls.py`` runs it and reads what it left.
+Not collected with the cases; ``subjects/tests/test_controls.py`` runs it and judges what it left.
+There is one test here for each case and choice of its parameters, with all the faults that it must
+notice: they share its reference, which no fault touches. A fault runs on the smallest topology
+where it shows (``Fault.topologies``), or on those that ``--topology`` names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cases import test_gradients, test_metrics, test_outputs
-from cases.material import TOPOLOGIES
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+from subjects.trainer.faults import FAULTS, Fault, replaced
 
 if TYPE_CHECKING:
-    from shardproof import Rank
-    from subjects.protocol import Trainer
+    from types import ModuleType
 
-_NEEDS = {"megatron": True, "requires": ["megatron-core>=0.16", "transformers>=5"]}
+    from shardproof import Rank
+
+Control = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
-def injected(rank: Rank, fault: str) -> Iterator[None]:
-    """The fault is in on every rank, and never in the oracle."""
+def injected(rank: Rank, request: pytest.FixtureRequest, fault: str) -> Iterator[None]:
+    """The fault is in on every rank, before anything is built, and never in the oracle."""
     if rank.is_reference:
         yield
         return
-    from subjects.trainer import faults
-
-    with faults.inject(fault):
+    with replaced(request.function.faults[fault]):
         yield
 
 
 @pytest.fixture
-def sharing() -> str:
+def sharing(request: pytest.FixtureRequest) -> str:
     """One packing is enough here."""
-    return "none"
+    return str(request.function.chosen.get("sharing", "none"))
 
 
-@pytest.mark.parity(*TOPOLOGIES, **_NEEDS)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "rank-local rows returned",
-        "two rows of a shard swapped",
-        "one row zeroed",
-    ],
-)
-def test_hidden_states(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """What the states show."""
-    del fault
-    test_outputs.test_hidden_states(rank, trainer)
+def controls(faults: Mapping[str, Fault], *, module: str) -> dict[str, Any]:
+    """Tests of ``faults`` and the fixtures of their cases, by name, to be put into ``module``.
+
+    Raises:
+        LookupError: a fault names a case that doesn't exist, or a parameter or a value that its
+            case has not.
+        ValueError: two modules of cases have different fixtures of one name.
+    """
+    found: dict[str, Any] = {}
+    for (case, chosen), names in _grouped(faults).items():
+        first = faults[names[0]]
+        try:
+            body, source = _case(case)
+            test = _control(body, source, {name: faults[name] for name in names}, first.params)
+        except LookupError as error:
+            raise LookupError(f"fault {names[0]!r}: {error}") from error
+        title = case.replace(".", "__") + "".join(f"__{_word(one)}" for one in chosen)
+        test.__name__, test.__qualname__, test.__module__ = title, title, module
+        found[title] = test
+        for name, fixture in _fixtures(source).items():
+            if found.setdefault(name, fixture) is not fixture:
+                raise ValueError(
+                    f"two modules of cases have a fixture {name!r}, one of them {case!r}'s; "
+                    "controls can't have both: rename one, or move it to cases/conftest.py"
+                )
+    return found
 
 
-@pytest.mark.parity(*TOPOLOGIES, **_NEEDS)
-@pytest.mark.parametrize("fault", ["document mask dropped for remote keys"])
-def test_documents_do_not_see_each_other(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """A document mask dropped for remote keys: what leaks between documents shows."""
-    del fault
-    test_outputs.test_documents_do_not_see_each_other(rank, trainer)
+def _grouped(faults: Mapping[str, Fault]) -> dict[tuple[str, tuple[str, ...]], list[str]]:
+    """Names of faults by case and choice of its parameters."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, fault in faults.items():
+        chosen = tuple(f"{key}={value}" for key, value in sorted(fault.params.items()))
+        groups.setdefault((fault.case, chosen), []).append(name)
+    return groups
 
 
-@pytest.mark.parity(*TOPOLOGIES, **_NEEDS)
-@pytest.mark.parametrize("fault", ["positions restarted per shard"])
-def test_a_document_is_the_same_wherever_it_lies(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """Positions restarted in each shard: what twins show."""
-    del fault
-    test_outputs.test_a_document_is_the_same_wherever_it_lies(rank, trainer)
+def _case(name: str) -> tuple[Control, ModuleType]:
+    stem, _, function = name.partition(".")
+    if not (Path(__file__).parent / f"{stem}.py").is_file():
+        raise LookupError(f"there is no {stem}.py in cases/")
+    source = importlib.import_module(f"cases.{stem}")
+    body = vars(source).get(function)
+    if not inspect.isfunction(body):
+        raise LookupError(f"cases/{stem}.py has no case {function}")
+    return body, source
 
 
-@pytest.mark.parity(*TOPOLOGIES, **_NEEDS)
-@pytest.mark.parametrize("fault", ["labels shifted inside the shard"])
-def test_targets_pick_from_their_own_logits(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """Labels shifted inside a shard: what log-probabilities beside logits show."""
-    del fault
-    test_outputs.test_targets_pick_from_their_own_logits(rank, trainer)
+def _control(
+    body: Control, source: ModuleType, faults: Mapping[str, Fault], params: Mapping[str, object]
+) -> Any:
+    """A test with the fixtures and the marker's options of ``body``, and ``fault`` beside them."""
+
+    def control(*, fault: str, **fixtures: object) -> None:
+        del fault
+        body(**fixtures)
+
+    signature = inspect.signature(body)
+    fault = inspect.Parameter("fault", inspect.Parameter.KEYWORD_ONLY)
+    test: Any = control
+    test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), fault])
+    test.__doc__ = body.__doc__
+    test.faults, test.chosen = dict(faults), dict(params)
+    marks = [*getattr(body, "pytestmark", []), *_listed(getattr(source, "pytestmark", []))]
+    left = set(params) - {"sharing"}
+    for mark in marks:
+        if mark.name == "parametrize":
+            left -= set(_names(mark))
+            pytest.mark.parametrize(*_fixed(mark, params))(test)
+    if left:
+        raise LookupError(f"{source.__name__}.{body.__name__} has no parameter {sorted(left)}")
+    options: Mapping[str, Any] = next((m.kwargs for m in marks if m.name == "parity"), {})
+    # One test runs on all topologies of its faults; conftest leaves out the pairs without meaning.
+    topologies = dict.fromkeys(one for fault in faults.values() for one in fault.topologies)
+    pytest.mark.parity(*topologies, **{**options, "reference_ignores": ["fault"]})(test)
+    return pytest.mark.parametrize("fault", list(faults))(test)
 
 
-@pytest.mark.parity(*TOPOLOGIES, **_NEEDS)
-@pytest.mark.parametrize(
-    "fault", ["gather backward summed over cp", "gather backward divided by cp"]
-)
-def test_decoder_and_head_gradients(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """What the gradients of the model show."""
-    del fault
-    test_gradients.test_decoder_and_head_gradients(rank, trainer)
+def _fixed(mark: pytest.Mark, params: Mapping[str, object]) -> tuple[Any, ...]:
+    """Arguments of a parametrization with one set of values alone: the chosen, or the first."""
+    names = _names(mark)
+    given = [names.index(name) for name in names if name in params]
+    for values in mark.args[1]:
+        plain = values.values if hasattr(values, "values") else values
+        row = plain if len(names) > 1 or hasattr(values, "values") else (values,)
+        if all(_is(row[at], params[names[at]], values) for at in given):
+            return mark.args[0], [pytest.param(*row, id=pytest.HIDDEN_PARAM)]
+    wanted = {name: params[name] for name in names if name in params}
+    raise LookupError(f"no parameter set of its case has {wanted}")
 
 
-@pytest.mark.parity("tp2xcp2", "tp2", **_NEEDS)
-@pytest.mark.parametrize("fault", ["q/k-norm gradient not summed over tp"])
-def test_norm_gradients(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """What the gradients of weights that are replicated over TP show."""
-    del fault
-    test_gradients.test_decoder_and_head_gradients(rank, trainer)
+def _is(value: object, wanted: object, values: object) -> bool:
+    return value is wanted or value == wanted or getattr(values, "id", None) == wanted
 
 
-@pytest.mark.parity(*TOPOLOGIES, **_NEEDS)
-@pytest.mark.parametrize("fault", ["probe gradient summed over cp"])
-def test_probe_gradient(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """What the gradient of a probe shows."""
-    del fault
-    test_gradients.test_probe_gradient(rank, trainer)
+def _names(mark: pytest.Mark) -> list[str]:
+    names = mark.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
-@pytest.mark.parity(*TOPOLOGIES, **_NEEDS)
-@pytest.mark.parametrize("fault", ["dp_reduce including cp"])
-def test_metrics_over_data_parallel_ranks(rank: Rank, trainer: Trainer, fault: str) -> None:
-    """What the metrics show."""
-    del fault
-    test_metrics.test_metrics_over_data_parallel_ranks(rank, trainer)
+def _listed(marks: Any) -> Sequence[pytest.Mark]:
+    marks = marks if isinstance(marks, list | tuple) else [marks]
+    return [getattr(mark, "mark", mark) for mark in marks]
+
+
+def _fixtures(source: ModuleType) -> dict[str, object]:
+    """Fixtures of a module of cases, which its cases find there and controls must find here."""
+    return {name: value for name, value in vars(source).items() if isinstance(value, type(sharing))}
+
+
+def _word(text: str) -> str:
+    return re.sub(r"\W+", "_", text)
+
+
+globals().update(controls(FAULTS, module=__name__))

@@ -61,6 +61,17 @@ def make_request(rank: Rank, name: str, lengths: Sequence[tuple[int, int]]) -> R
     documents = tuple(
         torch.cat([prefix[:shared], _tokens(own, generator)]) for shared, own in lengths
     )
+    return request_of(rank, name, documents, generator)
+
+
+def request_of(
+    rank: Rank,
+    name: str,
+    documents: tuple[Tensor, ...],
+    generator: torch.Generator | None = None,
+) -> Request:
+    """The same of documents of one's own."""
+    generator = generator or rank.generator(f"request/{name}")
     total = sum(map(len, documents))
     targets = _tokens(total, generator)
     targets[_uniform(generator, total) < 0.3] = IGNORED

@@ -158,3 +158,14 @@ def test_gradients_after_zeroing(rank: Rank, trainer: Trainer) -> None:
             output = trainer.forward(request.ask(target_tokens=request.targets))
             (_logprobs(output) * _weights(request) * (step + 1)).sum().backward()
         rank.observe_gradients(trainer.named_gradients(), prefix=f"step{step}")
+
+
+@pytest.mark.parity(*TOPOLOGIES, **AGAINST_ORACLE)
+def test_gradients_are_reduced_once(rank: Rank, build: BuildTrainer) -> None:
+    """Read twice, they are the same: a second reduction would count each rank once more."""
+    trainer = build()
+    for request in rank.split(requests(rank)):
+        output = trainer.forward(request.ask(target_tokens=request.targets))
+        (_logprobs(output) * _weights(request)).sum().backward()
+    rank.observe_gradients(trainer.named_gradients())
+    rank.observe_gradients(trainer.named_gradients(), prefix="again")

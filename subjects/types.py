@@ -6,9 +6,9 @@ H hidden size, V vocabulary, K the number asked of ``top_k``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ class ForwardInput:
     may have trailing dimensions: several targets for a position. The target at a position is what
     its own logits are asked for: no shift is applied. ``-100`` asks for nothing there.
 
+    ``logits`` asks for those of all positions and the whole vocabulary, and ``logits="local"`` for
+    the part of them that each rank computes, which is never gathered.
+
     ``slot`` names a set of adapter weights, and None the bare model.
     """
 
@@ -39,7 +42,8 @@ class ForwardInput:
     target_tokens: Targets | None = None
     _: KW_ONLY
     top_k: int | None = None
-    logits: bool = False
+    entropy: bool = False
+    logits: bool | Literal["local"] = False
     hidden_states: bool = False
     no_grad: bool = False
     slot: str | None = None
@@ -110,28 +114,80 @@ class TopK(NamedTuple):
     tokens: Tensor
 
 
+class LocalLogits(NamedTuple):
+    """The part of the logits that this rank computes: some rows of some columns of [T, V].
+
+    ``values`` [m, v] are in the dtype of the run and carry a gradient; ``positions`` [m], int64 and
+    ascending, are the source positions of its rows; its columns are the tokens ``first_token`` to
+    ``first_token + v``. All TP and CP ranks of a batch together hold each number once, so that what
+    a rank adds to its loss from them is its own term of a sum over these ranks.
+    """
+
+    values: Tensor
+    positions: Tensor
+    first_token: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardOutput:
     """What was asked for; the rest is None.
 
-    Every field holds all T source positions in source order, on every TP and CP rank of a batch.
-    ``target_logprobs`` [T, ...] has the shape of the targets, in float64 where the run is float64
-    and in float32 otherwise, as have the values of ``top_k``. ``logits`` [T, V] and
-    ``hidden_states`` [T, H] (after the last norm) have the dtype of the run.
+    Every field but ``local_logits`` holds all T source positions in source order, on every TP and
+    CP rank of a batch. ``target_logprobs`` [T, ...] has the shape of the targets, in float64 where
+    the run is float64 and in float32 otherwise, as have the values of ``top_k`` and ``entropy`` [T]
+    (of the softmax over the whole vocabulary, in nats). ``logits`` [T, V] and ``hidden_states``
+    [T, H] (after the last norm) have the dtype of the run.
     """
 
     target_logprobs: Tensor | None = None
     top_k: TopK | None = None
+    entropy: Tensor | None = None
     logits: Tensor | None = None
+    local_logits: LocalLogits | None = None
     hidden_states: Tensor | None = None
+
+
+Nested = ForwardInput | Sequence["Nested"] | Mapping[Any, "Nested"]
+"""A request, or lists, tuples and dicts of them, nested as the caller likes."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One element of a sequence of inputs, run.
+
+    ``index`` is the element's place in the sequence. ``output`` is nested as the element was, with
+    a ``ForwardOutput`` in place of each ``ForwardInput``. Both are None where this rank had nothing
+    to run in a wave.
+    """
+
+    index: int | None
+    output: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step of an optimizer did.
+
+    ``norms`` are L2 norms of the reduced gradients before clipping, by slot; "" stands for what
+    belongs to no slot. Where one is not finite ``stepped`` is false: nothing has changed.
+    """
+
+    stepped: bool
+    norms: Mapping[str, float]
 
 
 def check_request(request: ForwardInput, *, vocabulary: int) -> None:
     """Refuse what no trainer could answer.
 
     Raises:
-        ValueError: an id outside the vocabulary, or a ``top_k`` outside 1..V.
+        ValueError: an id outside the vocabulary, a ``top_k`` outside 1..V, or a way of returning
+            logits that there is not.
     """
+    if not isinstance(request.logits, bool) and request.logits != "local":
+        raise ValueError(
+            f"logits is {request.logits!r}; expected False, True (all of them on every rank) or "
+            "'local' (on each rank what it computes)"
+        )
     for index, document in enumerate(request.documents()):
         _check_ids(document, vocabulary, f"input_tokens, document {index}")
     targets = request.targets()

@@ -57,8 +57,8 @@ def test_targets_left_out_are_exactly_zero() -> None:
 
 def test_of_equal_tokens_the_lower_id_comes_first() -> None:
     logprobs = torch.tensor([[0.1, 0.5, 0.5, 0.2, 0.5], [0.0] * 5])
-    assert pick_top(logprobs, 2).tokens.tolist() == [[1, 2], [0, 1]]
-    assert pick_top(logprobs, 4).tokens.tolist() == [[1, 2, 4, 3], [0, 1, 2, 3]]
+    assert pick_top(logprobs, 2, logprobs).tokens.tolist() == [[1, 2], [0, 1]]
+    assert pick_top(logprobs, 4, logprobs).tokens.tolist() == [[1, 2, 4, 3], [0, 1, 2, 3]]
 
 
 def test_no_grad_and_frozen_parts(oracle: TransformersTrainer) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from subjects.tests import scenario, worlds
+from subjects.tests import dense_attention, scenario, worlds
 
 # For grad = rank + 1 and value = rank + 1, what rank 0 gets.
 RULES = {
@@ -19,6 +19,19 @@ RULES = {
     "tp2xcp2": (2.5, 1.0),
     "dp2xcp2": (5.0, 4.0),
 }
+# Faults of what the scenario looks at; every fault has a control of its own besides.
+SEEN = (
+    "two rows of a shard swapped",
+    "one row zeroed",
+    "gather backward summed over cp",
+    "gather backward divided by cp",
+    "labels shifted inside the shard",
+    "document mask dropped for remote keys",
+    "positions restarted per shard",
+    "probe gradient summed over cp",
+    "dp_reduce including cp",
+    "q/k-norm gradient not summed over tp",
+)
 
 
 @pytest.mark.slow
@@ -41,7 +54,8 @@ def test_four_ranks(tmp_path: Path) -> None:
 def body(directory: Path) -> None:
     rules()
     for sizes in ([3, 0, 5, 1], [0, 0, 0, 4]):
-        exchange_and_gather(sizes)
+        exchanges(sizes)
+        gather_rows(sizes)
     expected = torch.load(directory / "expected")
     for name in ("cp4", "dp2xcp2", "tp2xcp2"):
         rank = worlds.make_rank(name)
@@ -66,9 +80,52 @@ def rules() -> None:
             assert (gradient.item(), value) == (custom, metric), name
 
 
-def exchange_and_gather(sizes: list[int]) -> None:
-    """Backward is the adjoint of forward, summed over the ranks or taken once from a replica."""
-    from subjects.trainer.attention import ExchangeRows
+def exchanges(sizes: list[int]) -> None:
+    """Each rank's rows attend to all rows of a prefix tree, as one device would have it.
+
+    A rank's rows may see nothing of a shard, and a shard may be empty.
+    """
+    from subjects.trainer.attention import AttentionRows, RowAttention
+    from subjects.trainer.masks import visible_blocks, visible_keys
+    from subjects.trainer.packing import pack
+
+    rank, group, total = dist.get_rank(), dist.group.WORLD, sum(sizes)
+    assert group is not None
+    generator = torch.Generator().manual_seed(0)
+    long = torch.randint(0, 9, (total - 1,), generator=generator)
+    packed = pack([long, long[: total // 2], torch.tensor([50])], sharing="full")
+    order = torch.randperm(total, generator=generator)
+    shapes = ((total, 4, 3), (total, 2, 2, 3), (total, 4, 3))
+    query, keys_values, gradient = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+    query, keys_values = query.requires_grad_(), keys_values.requires_grad_()
+    everyone = packed.take(order)
+    dense = dense_attention.attend(
+        query,
+        keys_values[:, 0],
+        keys_values[:, 1],
+        visible_keys(everyone, everyone, remote=True),
+        scale=0.7,
+    )
+    expected = torch.autograd.grad(dense, (query, keys_values), gradient)
+    shards = [packed.take(shard) for shard in order.split(sizes)]
+    for exchange, block in (("gather", 2), ("ring", 2), ("ring", 512)):
+        seen = tuple(
+            visible_blocks(shards[rank], shard, remote=at != rank, size=block)
+            for at, shard in enumerate(shards)
+        )
+        own = [x.detach().split(sizes)[rank].requires_grad_() for x in (query, keys_values)]
+        rows = AttentionRows(seen=seen, exchange=exchange, cp_group_of_rows=group)  # type: ignore[arg-type]
+        found: Any = RowAttention.apply(*own, rows, 0.7)  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(found, dense.split(sizes)[rank], rtol=1e-13, atol=1e-13)
+        found.backward(gradient.split(sizes)[rank])
+        for x, whole in zip(own, expected, strict=True):
+            torch.testing.assert_close(x.grad, whole.split(sizes)[rank], rtol=1e-12, atol=1e-12)
+
+
+def gather_rows(sizes: list[int]) -> None:
+    """Backward takes from a replicated gradient what is this rank's, once."""
     from subjects.trainer.gather import GatherRows
 
     rank, group, total = dist.get_rank(), dist.group.WORLD, sum(sizes)
@@ -77,14 +134,6 @@ def exchange_and_gather(sizes: list[int]) -> None:
     parts = torch.randn(total, 2, dtype=torch.float64, generator=generator).split(sizes)
     order = torch.randperm(total, generator=generator).split(sizes)
     replicated = torch.randn(total, 2, dtype=torch.float64, generator=generator)
-
-    local = parts[rank].clone().requires_grad_()
-    everyone: Any = ExchangeRows.apply(local, tuple(sizes), rank, group)  # type: ignore[no-untyped-call]
-    assert everyone.equal(torch.cat(parts))
-    everyone.backward(replicated * (rank + 1))
-    assert local.grad is not None
-    torch.testing.assert_close(local.grad, replicated.split(sizes)[rank] * 10)
-
     local = parts[rank].clone().requires_grad_()
     full: Any = GatherRows.apply(local, order[rank], total, group)  # type: ignore[no-untyped-call]
     assert full[torch.cat(order)].equal(torch.cat(parts))
@@ -135,13 +184,12 @@ def idle(directory: Path, rank: Any) -> None:
 
 
 def faults(directory: Path, rank: Any, expected: dict[str, torch.Tensor]) -> None:
-    """Each fault moves what it should by far more than rounding, on some rank."""
+    """A fault moves what it should by far more than rounding, on some rank, and leaves no trace."""
     from subjects.trainer.faults import FAULTS, inject
 
-    # Its outputs have another shape, so that no loss can be computed from them.
-    without = {"rank-local rows returned"}
-    for name, fault in FAULTS.items():
-        if name in without or (fault.axis != "any" and rank.group(fault.axis).size() == 1):
+    for name in SEEN:
+        axis = FAULTS[name].axis
+        if axis != "any" and rank.group(axis).size() == 1:
             continue
         with inject(name):
             found = run(directory, rank, expected, sharing="full")

@@ -40,12 +40,13 @@ class Architecture:
             raise ValueError(f"tensor parallelism over {tp} ranks does not divide {wrong}")
 
 
-def read_architecture(checkpoint: Path) -> Architecture:
-    """Read ``config.json`` of a checkpoint directory.
+def read_architecture(checkpoint: Path, *, layers: int | None = None) -> Architecture:
+    """Read ``config.json`` of a checkpoint directory; ``layers`` keeps the first ones alone.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: the model is no Qwen3, or uses a feature that the trainer has not.
+        ValueError: the model is no Qwen3, uses a feature that the trainer has not, or has no such
+            number of layers.
     """
     path = checkpoint / "config.json"
     if not path.is_file():
@@ -57,8 +58,11 @@ def read_architecture(checkpoint: Path) -> Architecture:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     _refuse(path, config, rope)
     heads = int(config["num_attention_heads"])
+    there = int(config["num_hidden_layers"])
+    if layers is not None and not 1 <= layers <= there:
+        raise ValueError(f"layers is {layers}; expected 1 to {there}, which {checkpoint} has")
     return Architecture(
-        layers=int(config["num_hidden_layers"]),
+        layers=there if layers is None else layers,
         hidden=int(config["hidden_size"]),
         heads=heads,
         kv_heads=int(config["num_key_value_heads"]),

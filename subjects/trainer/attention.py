@@ -1,14 +1,17 @@
-"""Core attention over the keys and values of all context-parallel ranks.
+"""The core attention of a layer, over the keys and values of all context-parallel ranks.
 
-Each rank keeps the queries of its own rows and fetches the keys and values of everyone's. Shapes:
-n rows of this rank, S rows of all shards in shard order, A query heads, G key-value heads, D head
-size; A and G are those of this tensor-parallel rank.
+Each rank keeps the queries of its own rows. Keys and values come to it in one of two ways, gathered
+(allgather.py) or round a ring (ring.py), and are attended to in blocks (blocks.py, masks.py).
+
+Shapes: n rows of this rank, S of all; A query heads, G key-value heads, D head size, of this
+tensor-parallel rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -16,10 +19,43 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from subjects.trainer import collectives
-from subjects.trainer.packing import RowIds
+from subjects.trainer import allgather, blocks, masks, ring
+from subjects.trainer.blocks import Asked
+from subjects.trainer.masks import VisibleBlocks
 from subjects.trainer.plan import LocalRows
-from subjects.trainer.precision import working_dtype
+
+Exchange = Literal["auto", "gather", "ring"]
+
+GATHER_LIMIT = 2**26
+"""Most keys and values of a layer, in numbers, that ``"auto"`` gathers: 128 MiB in bfloat16.
+
+Below that one large message is quicker than many; above, memory decides. With 8 key-value heads of
+128 it is 32,768 rows.
+"""
+
+
+ATTENTION_BLOCK = 512
+"""Queries and keys of a block: a score of 4 bytes for each pair and head is a MiB a head."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How keys and values come to other ranks, and how many rows are attended to at a time.
+
+    Raises:
+        ValueError: an unknown way, or blocks of no rows.
+    """
+
+    exchange: Exchange = "auto"
+    block: int = ATTENTION_BLOCK
+
+    def __post_init__(self) -> None:
+        if self.exchange not in get_args(Exchange):
+            raise ValueError(
+                f"attention is {self.exchange!r}; expected one of {', '.join(get_args(Exchange))}"
+            )
+        if self.block < 1:
+            raise ValueError(f"attention_block is {self.block}; expected at least one row")
 
 
 @dataclass
@@ -27,99 +63,91 @@ class AttentionRows(PackedSeqParams):
     """What every layer's attention needs of one forward.
 
     It travels as Megatron's ``packed_seq_params``, which is handed through to the core attention
-    untouched and is kept with a forward that is recomputed.
+    untouched and is kept with a forward that is recomputed. ``seen`` are the blocks of each rank's
+    shard that this rank's queries see something of, in rank order.
     """
 
-    sizes: tuple[int, ...] = ()
-    visible: Tensor | None = None
+    seen: tuple[VisibleBlocks, ...] = ()
+    exchange: Exchange = "auto"
     cp_group_of_rows: ProcessGroup | None = None
 
 
-def attention_rows(local: LocalRows, *, cp_rank: int, group: ProcessGroup) -> AttentionRows:
-    """The shard sizes and the mask [n, S] of one forward."""
-    shards = [shard.to(local.rows.device) for shard in local.plan.shards]
+def attention_rows(
+    local: LocalRows, options: AttentionOptions, *, cp_rank: int, group: ProcessGroup
+) -> AttentionRows:
+    """Who sees whom in one forward."""
     queries = local.packed.take(local.rows)
-    visible = [
-        visible_keys(queries, local.packed.take(shard), remote=at != cp_rank)
-        for at, shard in enumerate(shards)
-    ]
+    shards = [shard.to(local.rows.device) for shard in local.plan.shards]
     return AttentionRows(
         qkv_format="sbhd",
-        sizes=tuple(local.plan.sizes),
-        visible=torch.cat(visible, dim=1),
+        seen=tuple(
+            masks.visible_blocks(
+                queries, local.packed.take(shard), remote=at != cp_rank, size=options.block
+            )
+            for at, shard in enumerate(shards)
+        ),
+        exchange=options.exchange,
         cp_group_of_rows=group,
     )
 
 
-def visible_keys(queries: RowIds, keys: RowIds, *, remote: bool) -> Tensor:
-    """Which keys each query attends to, bool [n, keys]; ``remote`` keys lie on another rank."""
-    return causal_mask(queries, keys) & document_mask(queries, keys, remote=remote)
+def choose(exchange: Exchange, *, rows: int, width: int) -> ModuleType:
+    """The module that exchanges ``rows`` of keys and values, ``width`` numbers each.
 
-
-def causal_mask(queries: RowIds, keys: RowIds) -> Tensor:
-    """Keys at the query's own position or before it."""
-    return keys.positions[None, :] <= queries.positions[:, None]
-
-
-def document_mask(queries: RowIds, keys: RowIds, *, remote: bool) -> Tensor:  # noqa: ARG001
-    """Keys on the query's own path through the prefix tree: its document, its shared prefixes.
-
-    The rule is the same for keys of this rank and ``remote`` ones.
+    All ranks of a group know the same sizes, so all choose alike.
     """
-    return (keys.enter[None, :] <= queries.enter[:, None]) & (
-        queries.enter[:, None] < keys.leave[None, :]
-    )
+    if exchange == "auto":
+        exchange = "gather" if rows * width <= GATHER_LIMIT else "ring"
+    return {"gather": allgather, "ring": ring}[exchange]
 
 
-class ExchangeRows(torch.autograd.Function):
-    """Rows [n, ...] of each rank to the rows [S, ...] of all; backward brings gradients home."""
+class RowAttention(torch.autograd.Function):
+    """Query [n, A, D] and keys and values [n, 2, G, D] of this rank's rows -> [n, A, D].
+
+    A collective of the context-parallel ranks, forward and backward, also where n is 0.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, sizes: tuple[int, ...], rank: int, group: ProcessGroup
+        ctx: Any, query: Tensor, keys_values: Tensor, rows: AttentionRows, scale: float
     ) -> Tensor:
-        """Gather the uneven shards in rank order."""
-        ctx.sizes, ctx.rank, ctx.group = sizes, rank, group
-        return collectives.all_gather_rows(local, list(sizes), group)
+        """Attend to the keys of all ranks."""
+        everyone = sum(len(shard.keys) for shard in rows.seen)
+        ctx.exchange = choose(rows.exchange, rows=everyone, width=keys_values[:1].numel())
+        ctx.rows, ctx.scale = rows, scale
+        whole = ctx.exchange.forward(
+            query, keys_values, rows.seen, rows.cp_group_of_rows, scale=scale
+        )
+        out: Tensor = whole.out.to(query.dtype)
+        ctx.save_for_backward(query, keys_values, out, whole.highest, whole.total)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """Every rank's queries used every rank's rows: sum, and keep the part of the owner."""
-        return sum_to_owner(gradient, ctx.sizes, ctx.rank, ctx.group), None, None, None
-
-
-def sum_to_owner(
-    gradient: Tensor, sizes: tuple[int, ...], rank: int, group: ProcessGroup
-) -> Tensor:
-    """Sum gradients [S, ...] over the ranks and return the n rows that ``rank`` owns."""
-    total = collectives.all_reduce(gradient.clone(), group)
-    start = sum(sizes[:rank])
-    return total[start : start + sizes[rank]]
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *, scale: float) -> Tensor:
-    """Softmax attention: query [n, A, D], key and value [S, G, D], visible [n, S] -> [n, A, D].
-
-    Query head a reads key-value head a // (A / G). Scores and softmax are computed in the dtype of
-    the run, but never below float32.
-    """
-    n, heads, size = query.shape
-    groups = key.shape[1]
-    grouped = query.view(n, groups, heads // groups, size)
-    scores = torch.einsum("nghd,sgd->ghns", grouped, key) * scale
-    scores = scores.to(working_dtype(query.dtype)).masked_fill(~visible, float("-inf"))
-    weights = torch.softmax(scores, dim=-1).to(value.dtype)
-    return torch.einsum("ghns,sgd->nghd", weights, value).reshape(n, heads, size)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Exchange keys and values again and bring their gradients to their owners."""
+        query, keys_values, out, highest, total = ctx.saved_tensors
+        products = blocks.row_products(gradient, out)
+        asked = Asked(query, gradient, highest, total, products)
+        d_query, d_keys_values = ctx.exchange.backward(
+            asked, keys_values, ctx.rows.seen, ctx.rows.cp_group_of_rows, scale=ctx.scale
+        )
+        return d_query.to(query.dtype), d_keys_values.to(keys_values.dtype), None, None
 
 
 class ContextParallelAttention(torch.nn.Module):
     """The core attention of a layer; Megatron's own refuses context parallelism on this path."""
 
     def __init__(
-        self, config: Any, *_: object, softmax_scale: float | None = None, **__: object
+        self,
+        config: Any,
+        layer_number: int = 1,
+        *_: object,
+        softmax_scale: float | None = None,
+        **__: object,
     ) -> None:
         super().__init__()
+        self.layer_number = layer_number
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
@@ -138,7 +166,7 @@ class ContextParallelAttention(torch.nn.Module):
         as zeros.
         """
         rows = packed_seq_params
-        if rows is None or rows.visible is None or rows.cp_group_of_rows is None:
+        if rows is None or not rows.seen or rows.cp_group_of_rows is None:
             raise ValueError(
                 "the context-parallel core attention was called without AttentionRows; pass them "
                 "to the decoder as packed_seq_params (attention_rows makes them)"
@@ -147,13 +175,9 @@ class ContextParallelAttention(torch.nn.Module):
             raise ValueError(
                 "attention_mask was given; masks of packed rows come from AttentionRows alone"
             )
-        group = rows.cp_group_of_rows
-        n = rows.visible.shape[0]
+        n = len(rows.seen[0].queries)
         keys_values = torch.stack((key[:n, 0], value[:n, 0]), dim=1)
-        everyone: Tensor = ExchangeRows.apply(  # type: ignore[no-untyped-call]
-            keys_values, rows.sizes, group.rank(), group
+        out: Tensor = RowAttention.apply(  # type: ignore[no-untyped-call]
+            query[:n, 0], keys_values, rows, self.scale
         )
-        out = attend(
-            query[:n, 0], everyone[:, 0], everyone[:, 1], rows.visible, scale=self.scale
-        ).flatten(1)
-        return torch.nn.functional.pad(out, (0, 0, 0, len(query) - n)).unsqueeze(1)
+        return torch.nn.functional.pad(out.flatten(1), (0, 0, 0, len(query) - n)).unsqueeze(1)

@@ -5,6 +5,8 @@ A group of one rank calls nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +33,32 @@ def all_gather_rows(value: Tensor, sizes: list[int], group: ProcessGroup) -> Ten
     everyone = value.new_empty((group.size() * longest, *value.shape[1:]))
     dist.all_gather_into_tensor(everyone, mine, group=group)
     return torch.cat([everyone[at * longest :][:size] for at, size in enumerate(sizes)])
+
+
+def rotate(value: Tensor, rows: int, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Send ``value`` [n, ...] to the next rank of the group and receive [rows, ...] from the last.
+
+    Returns at once; call the result to wait for what was received. It is an all-to-all in which
+    each rank has one partner on either side: Gloo aborts point-to-point calls on some devices.
+    """
+    if group.size() == 1:
+        return lambda: value
+    before, after = (group.rank() - 1) % group.size(), (group.rank() + 1) % group.size()
+    received = value.new_empty((rows, *value.shape[1:]))
+    work = dist.all_to_all_single(
+        received,
+        value.contiguous(),
+        [rows if at == before else 0 for at in range(group.size())],
+        [len(value) if at == after else 0 for at in range(group.size())],
+        group=group,
+        async_op=True,
+    )
+
+    def wait() -> Tensor:
+        work.wait()
+        return received
+
+    return wait
 
 
 def broadcast_first(value: Tensor, group: ProcessGroup) -> Tensor:

@@ -40,13 +40,17 @@ class GatherRows(torch.autograd.Function):
     ) -> Tensor:
         """[m, ...] -> [total, ...]."""
         ctx.group = group
+        # An output that the loss ignores sends None, and what is behind it gets no gradient.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(sources)
         return collectives.all_reduce(scatter_rows(values, sources, total), group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         """[total, ...] -> [m, ...]."""
+        if gradient is None:
+            return None, None, None, None
         (sources,) = ctx.saved_tensors
         return rows_of_gradient(gradient, sources, ctx.group), None, None, None
 

@@ -2,73 +2,144 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
-from subjects.trainer import gather, logprobs, plan
-from subjects.trainer.logprobs import VocabularySlice
-from subjects.trainer.plan import LocalRows
-from subjects.trainer.reductions import Groups
-from subjects.types import TopK, logprob_dtype
-
-
-class Scored(NamedTuple):
-    """This rank's logits [n, v] in the dtype of log-probabilities, and their normalizer [n]."""
-
-    logits: Tensor
-    normalizer: Tensor
+from subjects.trainer import gather, head_chunks, plan
+from subjects.trainer.head_rows import Answers, Asked, HeadWeights, Place
+from subjects.types import ForwardInput, ForwardOutput, LocalLogits, TopK
 
 
-def score(logits: Tensor, part: VocabularySlice) -> Scored:
-    """What log-probabilities of targets and of top tokens both start from."""
-    wide = logits.to(logprob_dtype(logits.dtype))
-    return Scored(wide, logprobs.log_normalizer(wide, part))
+def check_rows(head_rows: int) -> None:
+    """Refuse chunks that hold no row.
 
-
-def full_hidden_states(hidden: Tensor, local: LocalRows, groups: Groups) -> Tensor:
-    """Hidden states of the decoder [p / tp, 1, H] -> [T, H], the same on every rank.
-
-    The rows come together over TP first; all its ranks then use them alike, so backward splits.
+    Raises:
+        ValueError: ``head_rows`` is below 1, or no integer.
     """
-    if groups.tp.size() > 1:
-        hidden = gather_from_sequence_parallel_region(
-            hidden, tensor_parallel_output_grad=False, group=groups.tp
+    if not isinstance(head_rows, int) or head_rows < 1:
+        raise ValueError(
+            f"head_rows is {head_rows!r}; expected how many rows the head computes at a time, "
+            "an integer from 1 up"
         )
-    rows = hidden[: len(local.rows), 0]
-    return gather.gather_rows(rows.index_select(0, local.source_rows), local, groups.cp)
 
 
-def full_logits(logits: Tensor, local: LocalRows, part: VocabularySlice, groups: Groups) -> Tensor:
-    """Logits [n, v] of this rank's slice -> [T, V], without the padding."""
-    whole = gather_from_tensor_model_parallel_region(logits, group=groups.tp)[:, : part.size]
-    return gather.gather_rows(whole.index_select(0, local.source_rows), local, groups.cp)
+def outputs(
+    request: ForwardInput, hidden: Tensor, head: HeadWeights, place: Place
+) -> ForwardOutput:
+    """Everything that ``request`` asks, from hidden states of the decoder [p / tp, 1, H].
 
-
-def full_target_logprobs(
-    scored: Scored, targets: Tensor, local: LocalRows, part: VocabularySlice, groups: Groups
-) -> Tensor:
-    """Log-probabilities of the targets [T, ...] of the whole sequence -> [T, ...]."""
-    own = plan.targets_for(targets, local)
-    values = logprobs.target_logprobs(
-        scored.logits, scored.normalizer, local.source_rows, own, part
+    A collective of the TP and CP ranks of a batch.
+    """
+    local, groups = place.local, place.groups
+    rows = gather_hidden(hidden, groups.tp)
+    targets = request.targets()
+    targets = None if targets is None else targets.to(hidden.device)
+    asked = Asked(
+        targets=None if targets is None else _by_row(plan.targets_for(targets, local)),
+        top_k=request.top_k,
+        entropy=request.entropy,
+        logits="none" if not request.logits else "local" if request.logits == "local" else "full",
     )
-    return gather.gather_rows(values, local, groups.cp)
-
-
-def full_top_k(
-    scored: Scored, k: int, local: LocalRows, part: VocabularySlice, groups: Groups
-) -> TopK:
-    """The k most probable tokens of every position, [T, k] twice."""
-    tokens = logprobs.top_tokens(scored.logits, k, part)
-    every_row = torch.arange(len(tokens), device=tokens.device)
-    values = logprobs.target_logprobs(scored.logits, scored.normalizer, every_row, tokens, part)
-    return TopK(
-        gather.gather_rows(values.index_select(0, local.source_rows), local, groups.cp),
-        gather.gather_rows(tokens.index_select(0, local.source_rows), local, groups.cp),
+    found = Answers(None, None, None, None, None)
+    if found_by_head(asked):
+        found = head_chunks.answer(rows[: len(local.rows)], head, asked, place)
+    logprobs = top = entropy = states = part = None
+    if found.logprobs is not None and targets is not None:
+        own = found.logprobs.view(len(local.sources), *targets.shape[1:])
+        logprobs = gather.gather_rows(own, local, groups.cp)
+    if found.top_values is not None and found.top_tokens is not None:
+        top = TopK(_full(found.top_values, place), _full(found.top_tokens, place))
+    if found.entropy is not None:
+        entropy = _full(found.entropy, place)
+    if request.hidden_states:
+        states = _full(replicated_use(rows, groups.tp), place)
+    if asked.logits == "local" and found.logits is not None:
+        part = local_part(found.logits, place)
+    return ForwardOutput(
+        target_logprobs=logprobs,
+        top_k=top,
+        entropy=entropy,
+        logits=found.logits if asked.logits == "full" else None,
+        local_logits=part,
+        hidden_states=states,
     )
+
+
+def local_part(values: Tensor, place: Place) -> LocalLogits:
+    """Logits [m, v] of this rank alone, with the rows and the columns that they are."""
+    return LocalLogits(values, place.local.sources, place.part.start)
+
+
+def found_by_head(asked: Asked) -> bool:
+    """Whether anything is asked that the head must be computed for."""
+    return (
+        asked.targets is not None
+        or asked.top_k is not None
+        or asked.entropy
+        or asked.logits != "none"
+    )
+
+
+def gather_hidden(hidden: Tensor, group: ProcessGroup) -> Tensor:
+    """Hidden states [p / tp, 1, H] of the sequence-parallel region -> [p, H].
+
+    Each rank of ``group`` (TP) goes on with its own slice of the vocabulary, so that what comes
+    back is its share of the gradient: backward sums the shares and scatters the rows.
+    """
+    if group.size() > 1:
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=group
+        )
+    return hidden[:, 0]
+
+
+def replicated_use(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """The gathered rows [p, H], for a use that is the same on all ranks of ``group`` (TP).
+
+    What comes back is then the whole gradient on every rank, where ``gather_hidden`` sums shares:
+    each rank's share is that of the rows that it gave, so that each row counts once.
+    """
+    if group.size() == 1:
+        return rows
+    used: Tensor = ReplicatedUse.apply(rows, group)  # type: ignore[no-untyped-call]
+    return used
+
+
+class ReplicatedUse(torch.autograd.Function):
+    """Identity, whose backward keeps this rank's block of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+        """[p, H] -> [p, H]."""
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        """[p, H] -> [p, H], zero but for this rank's block."""
+        if gradient is None:
+            return None, None
+        block = len(gradient) // ctx.group.size()
+        start = block * ctx.group.rank()
+        share = torch.zeros_like(gradient)
+        share[start : start + block] = gradient[start : start + block]
+        return share, None
+
+
+def _full(values: Tensor, place: Place) -> Tensor:
+    """Values [p or n, ...] of this rank's rows -> [T, ...] of all source positions."""
+    own = values.index_select(0, place.local.source_rows)
+    return gather.gather_rows(own, place.local, place.groups.cp)
+
+
+def _by_row(targets: Tensor) -> Tensor:
+    """Targets [m, ...] -> [m, t]."""
+    return targets.reshape(len(targets), math.prod(targets.shape[1:]))

@@ -64,6 +64,16 @@ class RowIds:
     enter: Tensor
     leave: Tensor
 
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self.positions)
+
+    def cut(self, rows: slice) -> RowIds:
+        """Some of them."""
+        return RowIds(
+            positions=self.positions[rows], enter=self.enter[rows], leave=self.leave[rows]
+        )
+
 
 def pack(documents: Sequence[Tensor], *, sharing: Sharing) -> PackedRows:
     """Pack 1-D int64 documents.

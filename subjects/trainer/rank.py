@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from subjects.protocol import Placement, RankContext, ReduceOp, Value
+from subjects.protocol import OptimizerOptions, OwnModule, Placement, RankContext, ReduceOp, Value
 from subjects.trainer import (
+    admission,
+    agreement,
     attention,
-    collectives,
+    batches,
     heads,
+    losses,
     packing,
     plan,
     reductions,
     rope,
     shims,
+    slots,
     weights,
 )
+from subjects.trainer.adapters import TARGETS
 from subjects.trainer.architecture import Architecture, read_architecture
+from subjects.trainer.attention import ATTENTION_BLOCK, AttentionOptions, Exchange
+from subjects.trainer.custom import CustomParts
+from subjects.trainer.head_rows import HEAD_ROWS, HeadWeights, Place
 from subjects.trainer.layer_spec import build_model
 from subjects.trainer.logprobs import VocabularySlice
+from subjects.trainer.optimizer import Optimizer
 from subjects.trainer.packing import Sharing
 from subjects.trainer.plan import LocalRows, PlanPolicy
 from subjects.trainer.reductions import Groups
-from subjects.types import ForwardInput, ForwardOutput, check_request
-
-_MAX_DIMS = 8
+from subjects.trainer.slots import Factory, Slots, SlotSnapshot
+from subjects.types import ForwardInput, ForwardOutput, MicroBatch, Nested, check_request
 
 
 class TrainerRank:
@@ -38,8 +46,8 @@ class TrainerRank:
     All ranks of a batch (every TP and CP coordinate of one DP coordinate) call ``forward`` with the
     same request and get the same outputs. **Losses must be identical on all TP and CP replicas of a
     batch**: compute them from the outputs alone. Ranks of different DP coordinates may call
-    ``forward`` as often as they have batches; ``parameter``, ``reduce_gradients``,
-    ``named_gradients`` and ``dp_reduce`` are collectives of all ranks.
+    ``forward`` as often as they have batches; ``module``, ``parameter``, ``buffer``,
+    ``reduce_gradients``, ``named_gradients`` and ``dp_reduce`` are collectives of all ranks.
 
     Gradients accumulate over forwards. They are reduced once, by ``reduce_gradients`` or the first
     ``named_gradients``; then ``zero_gradients`` begins anew.
@@ -53,6 +61,10 @@ class TrainerRank:
         *,
         sharing: Sharing,
         policy: PlanPolicy,
+        attention_options: AttentionOptions | None = None,
+        head_rows: int = HEAD_ROWS,
+        check_losses: bool = True,
+        memory_limit: int | None = None,
     ) -> None:
         self.model: Any = model
         self.architecture = architecture
@@ -60,14 +72,32 @@ class TrainerRank:
         self.device, self.dtype = rank.device, rank.dtype
         self.sharing: Sharing = sharing
         self.policy = policy
+        self.attention_options = attention_options or AttentionOptions()
+        self.head_rows = head_rows
+        self.memory_limit = memory_limit
         tp_rank, tp = self.groups.tp.rank(), self.groups.tp.size()
         self.layouts = dict(weights.layouts(architecture, tp_rank=tp_rank, tp=tp))
         start, stop = weights.bounds(architecture.vocabulary, (tp_rank, tp))
         self.part = VocabularySlice(
             start=start, columns=stop - start, size=architecture.vocabulary, group=self.groups.tp
         )
-        self.custom: dict[str, torch.nn.Parameter] = {}
+        self.adapters = Slots(
+            model, architecture, self.groups, device=self.device, dtype=self.dtype
+        )
+        self.custom = CustomParts(
+            self.groups,
+            device=self.device,
+            dtype=self.dtype,
+            taken=self._taken,
+            slots=lambda: self.adapters.names,
+            borrowed=lambda: list(model.parameters()),
+        )
+        self.adapters.on_replace.append(self.custom.retire)
         self._reduced: dict[str, tuple[int, int]] | None = None
+        self.check_losses = check_losses
+        self.forwards = 0
+        self._batch = agreement.batch(self.groups, self.device)
+        self._world = agreement.world(self.groups, self.device)
 
     @classmethod
     def build(
@@ -77,19 +107,35 @@ class TrainerRank:
         *,
         sharing: Sharing = "none",
         plan: PlanPolicy = "uneven",
+        attention: Exchange = "auto",
+        attention_block: int = ATTENTION_BLOCK,
+        head_rows: int = HEAD_ROWS,
+        check_losses: bool = True,
+        memory_limit: int | None = None,
+        layers: int | None = None,
     ) -> TrainerRank:
         """Build the model for the topology of ``rank`` and load this rank's slices.
 
         ``checkpoint_dir`` is a Qwen3 directory as ``save_pretrained`` writes it. Megatron's
         parallel state must exist for this topology. ``plan`` is a policy of ``make_plan``.
+        ``attention`` says how keys and values come to other ranks: ``"gather"``, ``"ring"``, or by
+        their size; ``attention_block`` rows are attended to at a time.
+        ``head_rows`` is how many rows the head computes logits of at a time. ``check_losses`` has
+        every backward compare the losses of a batch's TP and CP ranks (two tiny collectives).
+        ``memory_limit`` is how many bytes the head and the outputs of a forward may take: without
+        one, on a GPU what is free, on a CPU any number. ``layers`` runs the first ones alone.
 
         Raises:
             FileNotFoundError: the directory holds no checkpoint.
             ValueError: a model that is not supported, a topology that does not divide it, or
-                Megatron's parallel state missing or made for another one.
+                Megatron's parallel state missing or made for another one, or ``head_rows``,
+                ``memory_limit`` or ``layers`` that can't be.
         """
+        heads.check_rows(head_rows)
+        admission.check_limit(memory_limit)
+        options = AttentionOptions(attention, attention_block)
         directory = Path(checkpoint_dir)
-        architecture = read_architecture(directory)
+        architecture = read_architecture(directory, layers=layers)
         tp, cp = rank.group("tp"), rank.group("cp")
         architecture.check_tp(tp.size())
         shims.place_buffers(rank.device)
@@ -98,8 +144,19 @@ class TrainerRank:
         model = build_model(
             architecture, tp=tp.size(), cp=cp.size(), dtype=rank.dtype, device=rank.device
         )
-        trainer = cls(model, architecture, rank, sharing=sharing, policy=plan)
+        trainer = cls(
+            model,
+            architecture,
+            rank,
+            sharing=sharing,
+            policy=plan,
+            attention_options=options,
+            head_rows=head_rows,
+            check_losses=check_losses,
+            memory_limit=memory_limit,
+        )
         weights.load(model, weights.Checkpoint(directory), trainer.layouts, (tp.rank(), tp.size()))
+        trainer.adapters.base_model = str(checkpoint_dir)
         return trainer
 
     def forward(self, request: ForwardInput) -> ForwardOutput:
@@ -111,64 +168,205 @@ class TrainerRank:
             ValueError: an empty document, targets that don't fit the tokens, an id outside the
                 vocabulary, a ``top_k`` that can't be, a slot that doesn't exist, or gradients that
                 were reduced and not zeroed.
+            AdmissionError: the head and the outputs would not fit into memory.
         """
-        check_request(request, vocabulary=self.architecture.vocabulary)
-        if request.slot is not None:
-            raise ValueError(f"slot is {request.slot!r}; this trainer has no slots: leave it None")
-        grad = torch.is_grad_enabled() and not request.no_grad
-        if grad and self._reduced is not None:
-            raise ValueError(
-                "the gradients have been reduced over the ranks, and what a further backward adds "
-                "would not be; call zero_gradients() before the next forward, or pass no_grad"
-            )
-        with torch.set_grad_enabled(grad):
+        batches.agree_on_request(request, self._check, self._batch)
+        with torch.set_grad_enabled(self._with_grad(request)):
             local = self._local_rows(request)
-            hidden = self._decode(local)
-            return self._outputs(request, hidden, local)
+            head, place = self._head(request, local)
+            admission.admit(request, head, place, limit=self.memory_limit)
+            with self.adapters.use(request.slot):
+                hidden = self._decode(local)
+            output = heads.outputs(request, hidden, head, place)
+        self.forwards += 1
+        return losses.watch(
+            output, number=self.forwards, circle=self._batch, compare=self.check_losses
+        )
 
-    def parameter(self, name: str, factory: Callable[[], Tensor]) -> torch.nn.Parameter:
-        """Register a trained parameter of the caller's own, equal on all ranks.
+    def forward_micro_batches(
+        self, inputs: Sequence[Nested], *, yield_empty: bool = False
+    ) -> Iterator[MicroBatch]:
+        """Deal the elements of ``inputs`` over the data-parallel ranks and run each one's own.
 
-        ``factory`` runs on the first rank; its tensor is cast to the dtype of the run and sent to
-        all others. Its gradient is averaged over CP and TP replicas and summed over DP.
+        Every rank passes the same ``inputs``: a list or tuple whose elements are requests, or
+        lists, tuples and dicts of them. Wave w runs element w * dp + dp_rank; in the last one a
+        rank may have none, and then yields nothing, or with ``yield_empty`` a
+        ``MicroBatch(None, None)``, so that all ranks loop equally often. The call itself is a
+        collective of all ranks; each wave runs when it is asked for.
 
         Raises:
-            ValueError: the name is taken, or the tensor has more than 8 dimensions.
+            TypeError: no such nesting, on any rank.
+            ValueError: a request that ``forward`` would refuse, with its path, or ranks whose
+                ``inputs`` differ.
         """
-        taken = {tensor for layout in self.layouts.values() for tensor in layout.names}
-        if name in self.custom or name in taken:
-            raise ValueError(f"parameter {name!r}: the name is taken; give each its own")
-        groups = (self.groups.dp, self.groups.cp, self.groups.tp)
-        first = all(group.rank() == 0 for group in groups)
-        value = factory().detach() if first else None
-        header = torch.zeros(1 + _MAX_DIMS, dtype=torch.int64, device=self.device)
-        if value is not None:
-            if value.dim() > _MAX_DIMS:
-                raise ValueError(f"parameter {name!r} has {value.dim()} dimensions; at most 8")
-            header[: 1 + value.dim()] = torch.tensor([value.dim(), *value.shape])
-        for group in groups:
-            collectives.broadcast_first(header, group)
-        dims, *shape = header.tolist()
-        data = torch.empty(shape[:dims], dtype=self.dtype, device=self.device)
-        if value is not None:
-            data.copy_(value)
-        for group in groups:
-            collectives.broadcast_first(data, group)
-        self.custom[name] = torch.nn.Parameter(data)
-        return self.custom[name]
+        batches.agree_on_sequence(inputs, self._check, self._world)
+        dp = self.groups.dp
+        return batches.micro_batches(
+            list(inputs), self.forward, dp_rank=dp.rank(), dp=dp.size(), yield_empty=yield_empty
+        )
 
-    def freeze(self, part: Literal["decoder", "head"]) -> None:
-        """Take no gradients of the decoder (embeddings, layers, last norm) or of the head.
+    def dp_rank_forward(self, inputs: Nested) -> Any:
+        """Run ``inputs`` that are this data-parallel rank's own, and return answers nested alike.
 
-        With tied embeddings the one matrix belongs to the decoder.
+        Other data-parallel ranks may pass others, or nothing (``[]``). A collective of the TP and
+        CP ranks of a batch.
+
+        Raises:
+            TypeError: no nesting of lists, tuples and dicts of requests.
+            ValueError: a request that ``forward`` would refuse, with its path, or ranks of a batch
+                whose ``inputs`` differ.
+        """
+        batches.agree_on_nesting(inputs, self._check, self._batch)
+        return batches.run(inputs, self.forward)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of the LoRA slots that there are."""
+        return self.adapters.names
+
+    def add_slot(
+        self,
+        name: str,
+        *,
+        rank: int = 8,
+        alpha: float = 16.0,
+        targets: Sequence[str] = TARGETS,
+        factory: Factory | None = None,
+    ) -> None:
+        """Make a LoRA slot on ``targets`` of every layer; a collective of all ranks.
+
+        A forward with ``slot=name`` adds alpha / rank * B A to their weights. A is drawn within
+        1 / sqrt(in), from the first rank's torch seed and the names, and B is zero; or
+        ``factory(factor, shape)`` gives the values of each whole factor, such as
+        ``model.layers.0.self_attn.q_proj.lora_A``, on the first rank, for all ranks. Gradients are
+        summed over CP and DP, those of factors that TP replicates over TP too.
+
+        Raises:
+            ValueError: on every rank: a name that is taken or can't be, a rank, alpha or targets
+                that can't be, ranks that were told different things, a factory that fails.
+        """
+        self.adapters.add(name, rank=rank, alpha=alpha, targets=targets, factory=factory)
+
+    def load_slot(self, name: str, directory: str | Path) -> None:
+        """Read a LoRA slot from PEFT's files, in place of any of this name.
+
+        A collective of all ranks. Every rank reads its slices of ``adapter_model.safetensors``.
+
+        Raises:
+            FileNotFoundError: no adapter there, on any rank.
+            ValueError: on every rank: an adapter that the trainer can't run, with what it has.
+        """
+        self.adapters.load(name, directory)
+
+    def save_slot(self, name: str, directory: str | Path) -> None:
+        """Write a LoRA slot as PEFT's files, whole, in the dtype of the run.
+
+        A collective of all ranks: the first one writes, and no rank returns before that is done.
+
+        Raises:
+            ValueError: on every rank: no such slot, or the first rank can't write.
+        """
+        self.adapters.save(name, directory)
+
+    def snapshot_slot(self, name: str) -> SlotSnapshot:
+        """Copy a slot's values, those of this rank alone; no collective.
+
+        Raises:
+            ValueError: no such slot.
+        """
+        return self.adapters.snapshot(name)
+
+    def restore_slot(self, name: str, snapshot: SlotSnapshot) -> None:
+        """Set a slot's values to those of a snapshot, bit for bit; a collective of all ranks.
+
+        The factors stay the same parameters and keep their gradients. What the slot owns besides
+        them is no part of a snapshot and is parted with, as when the slot is replaced.
+
+        Raises:
+            ValueError: on every rank: no such slot, or a snapshot of another configuration.
+        """
+        self.adapters.restore(name, snapshot)
+        self.custom.retire(name, f"slot {name!r} was restored")
+
+    def remove_slot(self, name: str) -> None:
+        """Forget a slot, its gradients and what it owns; a collective of all ranks.
+
+        Raises:
+            ValueError: on every rank: no such slot.
+        """
+        self.adapters.remove(name)
+
+    def module(
+        self, name: str, factory: Callable[[], OwnModule], *, slot: str | None = None
+    ) -> OwnModule:
+        """Register a module of the caller's own (a head), equal on all ranks.
+
+        ``factory`` runs on every rank; floating tensors are cast to the dtype of the run, and the
+        values of the first rank's are sent to all. Gradients of its parameters are named
+        ``name.parameter``, averaged over CP and TP replicas and summed over DP; a parameter that
+        the module holds twice stays one, with one gradient under its first name. Buffers are equal
+        at first and not trained. With ``slot`` all of it belongs to that slot: names begin with
+        ``slot/``, and once the slot is replaced or removed using the module is an error.
+
+        Raises:
+            ValueError: on every rank: the name is taken, no such slot, or a tensor that can't be
+                shared; or the factory fails on some ranks, or makes different structures on them.
+        """
+        return self.custom.module(name, factory, slot=slot)
+
+    def parameter(
+        self, name: str, factory: Callable[[], Tensor], *, slot: str | None = None
+    ) -> torch.nn.Parameter:
+        """Register a parameter of the caller's own (a probe); as for ``module``.
+
+        It is trained, unless the factory returns a ``Parameter`` that is not.
+        """
+        return self.custom.parameter(name, factory, slot=slot)
+
+    def buffer(
+        self, name: str, factory: Callable[[], Tensor], *, slot: str | None = None
+    ) -> Tensor:
+        """Register a tensor of the caller's own that is not trained; as for ``module``."""
+        return self.custom.buffer(name, factory, slot=slot)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
+        """What an optimizer steps: slots, and the parameters of ``module`` and ``parameter``.
+
+        Yields the name of its gradient, this rank's part and its placement.
+        """
+        for name, parameter, factor in self.adapters.named_factors():
+            yield name, parameter, factor.placement
+        for name, parameter in self.custom.named_parameters():
+            yield name, parameter, {}
+
+    def optimizer(
+        self, kind: Literal["adamw", "sgd"], **options: Unpack[OptimizerOptions]
+    ) -> Optimizer:
+        """An optimizer of ``named_parameters``; the model itself is never stepped.
+
+        Options are those of torch.optim's AdamW and SGD, and their defaults. ``max_norm`` clips
+        the gradients of each slot, and those of what belongs to none, by their own norm. A
+        collective of all ranks.
+
+        Raises:
+            ValueError: an unknown kind or an option out of range, or ranks whose options differ.
+            TypeError: an option of the other kind, or no ``lr``.
+        """
+        return Optimizer(self, kind, **options)
+
+    def freeze(self, part: Literal["decoder", "head", "base"]) -> None:
+        """Take no gradients of the decoder (embeddings, layers, last norm), of the head, of both.
+
+        With tied embeddings the one matrix belongs to the decoder. ``"base"`` is all of the model,
+        so that slots and parameters of the caller's own are trained alone.
 
         Raises:
             ValueError: an unknown part.
         """
-        if part not in ("decoder", "head"):
-            raise ValueError(f"freeze: got {part!r}; expected 'decoder' or 'head'")
+        if part not in ("decoder", "head", "base"):
+            raise ValueError(f"freeze: got {part!r}; expected 'decoder', 'head' or 'base'")
         for name, parameter in self.model.named_parameters():
-            if name.startswith("output_layer.") == (part == "head"):
+            if part == "base" or name.startswith("output_layer.") == (part == "head"):
                 parameter.requires_grad_(False)
 
     def reduce_gradients(self) -> None:
@@ -178,9 +376,10 @@ class TrainerRank:
             ValueError: a backward has added to gradients that were reduced.
         """
         own: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
-        every = {**own, **self.custom}
+        factors = {name: factor for name, _, factor in self.adapters.named_factors()}
+        every = {**own, **{name: parameter for name, parameter, _ in self.named_parameters()}}
         if self._reduced is not None:
-            if _stamps(every) != self._reduced:
+            if not _stamps(every).items() <= self._reduced.items():
                 raise ValueError(
                     "a backward has added to gradients that were reduced over the ranks already; "
                     "call zero_gradients() between reading gradients and the next backward"
@@ -193,16 +392,18 @@ class TrainerRank:
             if not there:
                 continue
             local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            local = local.contiguous()
+            local = (local.to_dense() if local.is_sparse else local).contiguous()
             if name in own:
                 over_tp = reductions.sum_over_tp(name, parameter)
                 parameter.grad = reductions.reduce_weight(local, self.groups, over_tp=over_tp)
+            elif name in factors:
+                parameter.grad = slots.reduce_factor(local, factors[name], self.groups)
             else:
                 parameter.grad = reductions.reduce_probe(local, self.groups)
         self._reduced = _stamps(every)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor | None, Placement]]:
-        """Reduced gradients by their names in the checkpoint, then those of ``parameter``.
+        """Reduced gradients by their names in the checkpoint, then of slots and ``parameter``.
 
         Reduces first where that has not been done: a collective of all ranks. Yields name, gradient
         (None where no rank has one) and placement; fused weights come apart into the checkpoint's
@@ -219,12 +420,13 @@ class TrainerRank:
             )
             for tensor, piece in zip(layout.names, pieces, strict=True):
                 yield tensor, piece, placement
-        for name, parameter in self.custom.items():
-            yield name, parameter.grad, {}
+        for name, parameter, placement in self.named_parameters():
+            yield name, parameter.grad, placement
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
-        for parameter in (*self.model.parameters(), *self.custom.values()):
+        others = (parameter for _, parameter, _ in self.named_parameters())
+        for parameter in (*self.model.parameters(), *others):
             parameter.grad = None
         self._reduced = None
 
@@ -239,6 +441,25 @@ class TrainerRank:
             ValueError: an unknown operation.
         """
         return reductions.dp_reduce(value, op, self.groups, device=self.device)
+
+    def _taken(self) -> set[str]:
+        """The names of gradients that are none of the caller's."""
+        model = {name for layout in self.layouts.values() for name in layout.names}
+        return model | {name for name, _, _ in self.adapters.named_factors()}
+
+    def _with_grad(self, request: ForwardInput) -> bool:
+        return torch.is_grad_enabled() and not request.no_grad
+
+    def _check(self, request: ForwardInput) -> None:
+        """Refuse what this rank can't run, before any collective."""
+        check_request(request, vocabulary=self.architecture.vocabulary)
+        if request.slot is not None:
+            self.adapters.get(request.slot)
+        if self._with_grad(request) and self._reduced is not None:
+            raise ValueError(
+                "the gradients have been reduced over the ranks, and what a further backward adds "
+                "would not be; call zero_gradients() before the next forward, or pass no_grad"
+            )
 
     def _local_rows(self, request: ForwardInput) -> LocalRows:
         packed = packing.pack(request.documents(), sharing=self.sharing).to(self.device)
@@ -263,32 +484,20 @@ class TrainerRank:
                 dtype=self.dtype,
             ),
             packed_seq_params=attention.attention_rows(
-                local, cp_rank=self.groups.cp.rank(), group=self.groups.cp
+                local,
+                self.attention_options,
+                cp_rank=self.groups.cp.rank(),
+                group=self.groups.cp,
             ),
         )
         return hidden
 
-    def _outputs(self, request: ForwardInput, hidden: Tensor, local: LocalRows) -> ForwardOutput:
-        groups, part = self.groups, self.part
-        targets = request.targets()
-        states = heads.full_hidden_states(hidden, local, groups) if request.hidden_states else None
-        if targets is None and request.top_k is None and not request.logits:
-            return ForwardOutput(hidden_states=states)
-        shared = self.model.shared_embedding_or_output_weight() if self.architecture.tied else None
-        logits = self.model.output_layer(hidden, weight=shared)[0][: len(local.rows), 0]
-        logprobs = top = None
-        if targets is not None or request.top_k is not None:
-            scored = heads.score(logits, part)
-            if targets is not None:
-                own = targets.to(self.device)
-                logprobs = heads.full_target_logprobs(scored, own, local, part, groups)
-            if request.top_k is not None:
-                top = heads.full_top_k(scored, request.top_k, local, part, groups)
-        return ForwardOutput(
-            target_logprobs=logprobs,
-            top_k=top,
-            logits=heads.full_logits(logits, local, part, groups) if request.logits else None,
-            hidden_states=states,
+    def _head(self, request: ForwardInput, local: LocalRows) -> tuple[HeadWeights, Place]:
+        owner = self.model.embedding.word_embeddings if self.architecture.tied else None
+        factors = self.adapters.head_factors(request.slot) or ()
+        head = HeadWeights((owner or self.model.output_layer).weight, *factors)
+        return head, Place(
+            local=local, part=self.part, groups=self.groups, head_rows=self.head_rows
         )
 
 

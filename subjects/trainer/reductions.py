@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from subjects.protocol import ReduceOp, Value
-from subjects.trainer import collectives
+from subjects.trainer import agreement, collectives
+from subjects.trainer.agreement import Fact
+from subjects.trainer.precision import working_dtype
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,28 @@ def sum_over_tp(name: str, parameter: Tensor) -> bool:  # noqa: ARG001
 
 
 def reduce_weight(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
-    """Sum the gradient of a model weight over CP and DP, and over TP where it is replicated."""
+    """Sum the gradient of a model weight over CP and DP, and over TP where it is replicated.
+
+    Also for factors of adapters: ``over_tp`` for those that TP replicates. In place from float32
+    up; half precisions sum in float32 and round once.
+    """
+    total = gradient.to(working_dtype(gradient.dtype))
     if over_tp:
-        collectives.all_reduce(gradient, groups.tp)
-    collectives.all_reduce(gradient, groups.cp)
-    return collectives.all_reduce(gradient, groups.dp)
+        collectives.all_reduce(total, groups.tp)
+    collectives.all_reduce(total, groups.cp)
+    return collectives.all_reduce(total, groups.dp).to(gradient.dtype)
 
 
 def reduce_probe(gradient: Tensor, groups: Groups) -> Tensor:
-    """Average the gradient of a caller's parameter over CP and TP and sum it over DP."""
-    collectives.all_reduce(gradient, groups.tp)
-    collectives.all_reduce(gradient, groups.cp)
-    gradient /= groups.tp.size() * groups.cp.size()
-    return collectives.all_reduce(gradient, groups.dp)
+    """Average the gradient of a caller's parameter over CP and TP and sum it over DP.
+
+    In place from float32 up; half precisions sum in float32 and round once.
+    """
+    total = gradient.to(working_dtype(gradient.dtype))
+    collectives.all_reduce(total, groups.tp)
+    collectives.all_reduce(total, groups.cp)
+    total /= groups.tp.size() * groups.cp.size()
+    return collectives.all_reduce(total, groups.dp).to(gradient.dtype)
 
 
 def agree_on_presence(
@@ -66,18 +77,40 @@ def agree_on_presence(
 def dp_reduce(value: Value, op: ReduceOp, groups: Groups, *, device: torch.device) -> Value:
     """Reduce a number or tensor over the data-parallel ranks alone, without a gradient.
 
+    What is wrong on one rank is raised on all of them: an int beside a float would be summed bit by
+    bit, and shapes that differ would never return.
+
     Raises:
-        TypeError: not an int, a float or a tensor of numbers.
+        TypeError: not an int, a float or a tensor of real numbers.
         ValueError: an unknown operation.
+        DisagreementError: ranks that pass another kind of value or another operation.
     """
-    if op not in ("sum", "max", "min"):
-        raise ValueError(f"dp_reduce: op is {op!r}; expected sum, max or min")
+    agreement.agree(
+        "dp_reduce", lambda: value_facts(value, op), agreement.data_parallel(groups, device)
+    )
     if isinstance(value, Tensor):
         return collectives.all_reduce(value.detach().clone(), groups.dp, op=op)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"dp_reduce: got {type(value).__name__}; expected an int, a float or a tensor"
-        )
     kind = torch.int64 if isinstance(value, int) else torch.float64
     carried = torch.tensor(value, dtype=kind, device=device)
     return type(value)(collectives.all_reduce(carried, groups.dp, op=op).item())
+
+
+def value_facts(value: object, op: object) -> dict[str, Fact]:
+    """What ranks that reduce ``value`` must share: its kind, and the operation.
+
+    Raises:
+        TypeError, ValueError: as ``dp_reduce``.
+    """
+    if op not in ("sum", "max", "min"):
+        raise ValueError(f"dp_reduce: op is {op!r}; expected sum, max or min")
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        if value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(
+                f"dp_reduce: got a tensor of {value.dtype}; expected real numbers (count booleans "
+                "with value.sum())"
+            )
+        kind = f"a tensor of {value.dtype}, shape {list(value.shape)}"
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"dp_reduce: got {kind}; expected an int, a float or a tensor")
+    return {"value": Fact(kind.encode(), kind), "op": Fact(str(op).encode(), str(op))}

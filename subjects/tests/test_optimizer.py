@@ -1,0 +1,202 @@
+"""The optimizer on one rank: torch's arithmetic, what blocks a step, what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("megatron.core")
+
+from subjects.protocol import Placement
+from subjects.trainer import optimizer
+from subjects.trainer.optimizer import Optimizer
+from subjects.trainer.reductions import Groups
+
+
+class Stepped:
+    """A trainer of two slots and a part of its own, whose gradients are set by hand."""
+
+    def __init__(self, rank: Any) -> None:
+        self.groups = Groups(rank.group("tp"), rank.group("cp"), rank.group("dp"))
+        self.device = torch.device("cpu")
+        self.reductions = 0
+        generator = torch.Generator().manual_seed(4)
+        self.own = {
+            name: torch.nn.Parameter(torch.randn(3, generator=generator, dtype=torch.float64))
+            for name in ("one/a.lora_A", "one/head.weight", "two/a.lora_A", "probe")
+        }
+
+    def reduce_gradients(self) -> None:
+        self.reductions += 1
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
+        for name, parameter in self.own.items():
+            yield name, parameter, {}
+
+    def set_gradients(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.own.values():
+            parameter.grad = torch.randn(3, generator=generator, dtype=torch.float64)
+
+
+@pytest.fixture
+def trainer(alone: Any) -> Stepped:
+    return Stepped(alone)
+
+
+def _values(trainer: Stepped) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.own.items()}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.7])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_two_steps_are_those_of_torch(trainer: Stepped, kind: str, max_norm: float | None) -> None:
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2}
+    options |= {"betas": (0.7, 0.8)} if kind == "adamw" else {"momentum": 0.6}
+    theirs = {name: torch.nn.Parameter(value) for name, value in _values(trainer).items()}
+    make: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+    torchs = make(list(theirs.values()), **options)
+    ours = Optimizer(trainer, kind, max_norm=max_norm, **options)
+    for seed in (1, 2):
+        trainer.set_gradients(seed)
+        before = {name: parameter.grad for name, parameter in trainer.own.items()}
+        for name, parameter in theirs.items():
+            gradient = before[name]
+            assert gradient is not None
+            parameter.grad = gradient.clone()
+        norms = {}
+        for slot in ("one", "two", ""):
+            members = [p for name, p in theirs.items() if name.rpartition("/")[0] == slot]
+            norms[slot] = float(torch.nn.utils.clip_grad_norm_(members, max_norm or math.inf))
+        torchs.step()
+        result = ours.step()
+        assert result.stepped
+        assert result.norms == pytest.approx(norms, rel=1e-14)
+        for name, parameter in trainer.own.items():
+            torch.testing.assert_close(parameter, theirs[name], rtol=1e-14, atol=1e-14)
+            assert parameter.grad is before[name], "gradients stay as they were reduced"
+    assert trainer.reductions == 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_norm_blocks_everything(trainer: Stepped, bad: float) -> None:
+    ours = Optimizer(trainer, "adamw", lr=0.1, max_norm=1.0)
+    trainer.set_gradients(1)
+    assert ours.step().stepped
+    before, state = _values(trainer), ours.state_dict()
+    trainer.set_gradients(2)
+    gradient = trainer.own["two/a.lora_A"].grad
+    assert gradient is not None
+    gradient[1] = bad
+    result = ours.step()
+    assert not result.stepped
+    assert not math.isfinite(result.norms["two"])
+    assert math.isfinite(result.norms["one"])
+    assert all(value.equal(before[name]) for name, value in _values(trainer).items())
+    for name, moments in ours.state_dict().items():
+        assert all(value.equal(state[name][key]) for key, value in moments.items())
+
+
+def test_parameters_without_gradient_neither_move_nor_decay(trainer: Stepped) -> None:
+    ours = Optimizer(trainer, "adamw", lr=0.1, weight_decay=0.5)
+    trainer.set_gradients(1)
+    trainer.own["probe"].grad = None
+    before = _values(trainer)
+    result = ours.step()
+    assert result.norms[""] == 0.0
+    moved = [name for name, value in _values(trainer).items() if not value.equal(before[name])]
+    assert moved == ["one/a.lora_A", "one/head.weight", "two/a.lora_A"]
+    assert not any(name.startswith("probe.") for name, _, _ in ours.moments())
+
+
+def test_what_is_added_replaced_and_removed_is_followed(trainer: Stepped) -> None:
+    ours = Optimizer(trainer, "sgd", lr=0.1, momentum=0.9)
+    trainer.set_gradients(1)
+    ours.step()
+    del trainer.own["one/head.weight"]
+    trainer.own["two/a.lora_A"] = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    trainer.own["three/b"] = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    assert "two/a.lora_A" not in ours.state_dict()
+    trainer.set_gradients(2)
+    assert set(ours.step().norms) == {"one", "two", "three", ""}
+    moments = {name: value for name, value, _ in ours.moments()}
+    assert set(moments) == {f"{name}.momentum_buffer" for name in trainer.own}
+    assert len(ours._torch.state) == len(trainer.own)
+    # A replaced parameter began anew: its momentum is its first gradient.
+    gradient = trainer.own["two/a.lora_A"].grad
+    assert gradient is not None
+    assert moments["two/a.lora_A.momentum_buffer"].equal(gradient)
+
+
+def test_moments_are_named_and_placed(trainer: Stepped, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded: Placement = {"shard": {"tp": 0}}
+    named = [(name, parameter, sharded) for name, parameter in trainer.own.items()]
+    monkeypatch.setattr(trainer, "named_parameters", lambda: iter(named))
+    ours = Optimizer(trainer, "adamw", lr=0.1)
+    trainer.set_gradients(1)
+    ours.step()
+    found = {name: placement for name, _, placement in ours.moments()}
+    assert found["probe.exp_avg"] == found["probe.exp_avg_sq"] == sharded
+    assert found["probe.step"] == {}
+
+
+def test_a_loaded_state_goes_on(trainer: Stepped) -> None:
+    first = Optimizer(trainer, "adamw", lr=0.1)
+    trainer.set_gradients(1)
+    first.step()
+    start, state = _values(trainer), first.state_dict()
+    trainer.set_gradients(2)
+    first.step()
+    expected = _values(trainer)
+    with torch.no_grad():
+        for name, parameter in trainer.own.items():
+            parameter.copy_(start[name])
+    second = Optimizer(trainer, "adamw", lr=0.1)
+    second.load_state_dict(state)
+    second.step()
+    assert all(value.equal(expected[name]) for name, value in _values(trainer).items())
+    assert state["probe"]["step"] == 1, "the loaded state is copied"
+
+
+def test_a_state_that_does_not_fit_is_refused(trainer: Stepped) -> None:
+    ours = Optimizer(trainer, "adamw", lr=0.1)
+    with pytest.raises(ValueError, match="no parameter 'gone'; register it"):
+        ours.load_state_dict({"gone": {"exp_avg": torch.ones(3)}})
+    with pytest.raises(ValueError, match=r"probe.exp_avg has shape \[2\], the parameter \[3\]"):
+        ours.load_state_dict({"probe": {"exp_avg": torch.ones(2)}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("adam", {"lr": 0.1}, "kind is 'adam'; expected one of adamw, sgd"),
+        ("sgd", {"lr": 0.1, "betas": (0.9, 0.9)}, "got betas, lr; sgd needs lr, and takes lr, mom"),
+        ("adamw", {"lr": 0.1, "momentum": 0.9}, "got lr, momentum; adamw needs lr"),
+        ("adamw", {}, "got no options; adamw needs lr"),
+        ("adamw", {"lr": -1.0}, "Invalid learning rate"),
+        ("sgd", {"lr": 0.1, "max_norm": 0.0}, "max_norm is 0.0; expected a positive number"),
+        ("sgd", {"lr": 0.1, "max_norm": math.nan}, "max_norm is nan"),
+    ],
+)
+def test_options_are_refused(
+    trainer: Stepped, kind: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        Optimizer(trainer, kind, **options)
+
+
+def test_nothing_to_step_is_refused(trainer: Stepped) -> None:
+    trainer.own.clear()
+    with pytest.raises(ValueError, match="no slot and no custom part to step"):
+        Optimizer(trainer, "sgd", lr=0.1).step()
+
+
+def test_the_formula_of_clipping() -> None:
+    assert optimizer.clip_coefficient(4.0, None) == 1.0
+    assert optimizer.clip_coefficient(0.5, 1.0) == 1.0
+    assert optimizer.clip_coefficient(4.0, 1.0) == 1.0 / (4.0 + 1e-6)

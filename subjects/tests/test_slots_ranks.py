@@ -1,0 +1,154 @@
+"""Slots on four ranks: files cross topologies, and no rank changes its slots alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from subjects.tests import worlds
+
+# For grad = rank + 1, what rank 0 gets: of a factor that TP replicates, and of a slice.
+RULES = {
+    "dp2": (3.0, 3.0),
+    "tp2": (3.0, 1.0),
+    "cp2": (3.0, 3.0),
+    "tp2xcp2": (10.0, 4.0),
+    "dp2xcp2": (10.0, 10.0),
+}
+
+
+@pytest.mark.slow
+def test_four_ranks(alone: worlds.TestRank, tmp_path: Path) -> None:
+    """One world for all of it: starting four processes costs more than what they do."""
+    for package in ("megatron.core", "transformers", "peft"):
+        pytest.importorskip(package)
+    from oracles.adapters import write_adapter
+    from oracles.checkpoints import tiny_checkpoint
+    from oracles.transformers_oracle import TransformersTrainer
+
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoint")
+    write_adapter(tmp_path / "adapter", checkpoint, rank=5, alpha=7)
+    oracle = TransformersTrainer(checkpoint, worlds.TestRank(coordinates={}, groups={}))
+    oracle.load_slot("a", tmp_path / "adapter")
+    torch.save(_outputs(oracle), tmp_path / "expected")
+    worlds.spawn(body, tmp_path, ranks=4)
+    # What four ranks saved, where nothing is cut.
+    from subjects.trainer import TrainerRank
+
+    trainer = TrainerRank.build(checkpoint, alone)
+    trainer.load_slot("a", tmp_path / "saved")
+    expected = torch.load(tmp_path / "expected")
+    torch.testing.assert_close(_outputs(trainer), expected, rtol=1e-12, atol=1e-12)
+
+
+def _outputs(trainer: Any) -> torch.Tensor:
+    from subjects.types import ForwardInput
+
+    documents = [[5, 6, 7, 130, 8], [9, 10, 11, 12, 13, 14]]
+    output = trainer.forward(ForwardInput(documents, hidden_states=True, logits=True, slot="a"))
+    assert output.hidden_states is not None
+    assert output.logits is not None
+    return torch.cat([output.hidden_states, output.logits], dim=1).detach()
+
+
+def _build(directory: Path, name: str) -> tuple[Any, Any]:
+    from subjects.trainer import TrainerRank
+
+    rank = worlds.make_rank(name)
+    worlds.make_parallel_state(rank)
+    return TrainerRank.build(directory / "checkpoint", rank), rank
+
+
+def body(directory: Path) -> None:
+    rules()
+    expected = torch.load(directory / "expected")
+    saver, _ = _build(directory, "tp2xcp2")
+    saver.load_slot("a", directory / "adapter")
+    torch.testing.assert_close(_outputs(saver), expected, rtol=1e-12, atol=1e-12)
+    saver.save_slot("a", directory / "saved")
+    for name in ("dp2xcp2", "dp2xtp2", "tp2xcp2"):
+        trainer, _ = _build(directory, name)
+        trainer.load_slot("a", directory / "saved")
+        torch.testing.assert_close(_outputs(trainer), expected, rtol=1e-12, atol=1e-12)
+    whole(directory)
+    snapshots(directory)
+    disagreements(directory)
+
+
+def rules() -> None:
+    from subjects.trainer import lora, reductions, slots
+
+    replicated = lora.Factor(name="a", shape=(2, 2), dim=None)
+    sliced = lora.Factor(name="b", shape=(2, 2), dim=0)
+    for name, expected in RULES.items():
+        rank = worlds.make_rank(name)
+        groups = reductions.Groups(rank.group("tp"), rank.group("cp"), rank.group("dp"))
+        size = groups.tp.size() * groups.cp.size() * groups.dp.size()
+        here = float(dist.get_rank() % size + 1)
+        found = tuple(
+            slots.reduce_factor(torch.tensor([here]), factor, groups).item()
+            for factor in (replicated, sliced)
+        )
+        if here == 1.0:
+            assert found == expected, name
+
+
+def whole(directory: Path) -> None:
+    """The saved file is the one that was read, in the dtype of the run."""
+    from safetensors.torch import load_file
+
+    read = load_file(directory / "adapter" / "adapter_model.safetensors")
+    saved = load_file(directory / "saved" / "adapter_model.safetensors")
+    assert saved.keys() == read.keys()
+    for name, value in saved.items():
+        assert value.dtype == torch.float64
+        assert value.equal(read[name].double()), name
+
+
+def snapshots(directory: Path) -> None:
+    """Each rank's own slices come back."""
+    trainer, rank = _build(directory, "tp2xcp2")
+    trainer.load_slot("a", directory / "adapter")
+    before = {name: value.detach().clone() for name, value, _ in trainer.named_parameters()}
+    # ceil(131 / 2) rows of the head on the first tensor-parallel rank, what is left on the last.
+    assert len(before["a/lm_head.lora_B"]) == 66 - rank.coordinates["tp"]
+    snapshot = trainer.snapshot_slot("a")
+    with torch.no_grad():
+        for _, value, _ in trainer.named_parameters():
+            value.zero_()
+    trainer.restore_slot("a", snapshot)
+    for name, value, _ in trainer.named_parameters():
+        assert value.equal(before[name])
+
+
+def disagreements(directory: Path) -> None:
+    """One rank that is told something else, or can't, stops all of them; nothing is changed."""
+    trainer, _ = _build(directory, "tp2xcp2")
+    last = dist.get_rank() == 3
+
+    def failing(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        raise ZeroDivisionError(f"{name} {shape}")
+
+    refused: list[tuple[Callable[[], None], str]] = [
+        (lambda: trainer.add_slot("a", rank=3 if last else 2), "rank"),
+        (lambda: trainer.add_slot("b" if last else "a", rank=2), "name"),
+        (lambda: trainer.add_slot("a", factory=failing), "ZeroDivisionError"),
+        (lambda: trainer.load_slot("a", directory / ("no" if last else "adapter")), "no adapter_"),
+    ]
+    for change, words in refused:
+        with pytest.raises(ValueError, match=words):
+            change()
+        assert trainer.slots == ()
+    trainer.add_slot("a", rank=2)
+    with pytest.raises(ValueError, match="does not exist"):
+        trainer.remove_slot("b" if last else "a")
+    # Only the first rank writes; the others hear that it could not.
+    (directory / "taken").touch()
+    with pytest.raises((ValueError, OSError), match="taken"):
+        trainer.save_slot("a", directory / "taken")
+    assert trainer.slots == ("a",)

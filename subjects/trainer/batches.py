@@ -1,0 +1,146 @@
+"""Many forwards: which of them are this data-parallel rank's, and nestings of requests.
+
+Wave w of a sequence that every rank passes runs element w * dp + dp_rank on each DP rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from subjects.trainer import agreement
+from subjects.trainer.agreement import Circle, Fact
+from subjects.trainer.facts import request_facts
+from subjects.types import ForwardInput, ForwardOutput, MicroBatch, Nested
+
+Forward = Callable[[ForwardInput], ForwardOutput]
+Check = Callable[[ForwardInput], None]
+
+
+def waves(elements: int, *, dp: int) -> int:
+    """How many waves it takes until every element has run; the last may leave ranks without one."""
+    return -(-elements // dp)
+
+
+def schedule(elements: int, *, dp_rank: int, dp: int) -> list[int | None]:
+    """The element of each wave on one data-parallel rank, None where it has none."""
+    dealt = [wave * dp + dp_rank for wave in range(waves(elements, dp=dp))]
+    return [at if at < elements else None for at in dealt]
+
+
+def micro_batches(
+    inputs: Sequence[Nested], forward: Forward, *, dp_rank: int, dp: int, yield_empty: bool
+) -> Iterator[MicroBatch]:
+    """The waves of this data-parallel rank; each runs when it is asked for."""
+    for at in schedule(len(inputs), dp_rank=dp_rank, dp=dp):
+        if at is not None:
+            yield MicroBatch(at, run(inputs[at], forward))
+        elif yield_empty:
+            yield MicroBatch(None, None)
+
+
+def run(nested: Nested, forward: Forward) -> Any:
+    """``nested`` with each request answered by ``forward``, in order, in the same containers."""
+    if isinstance(nested, ForwardInput):
+        return forward(nested)
+    if isinstance(nested, tuple):
+        answers = [run(one, forward) for one in nested]
+        make = getattr(nested, "_make", type(nested))
+        return make(answers)
+    # A copy keeps what a subclass carries besides its elements: an order, a default.
+    answered: Any = copy.copy(nested)
+    for at in nested if isinstance(nested, dict) else range(len(nested)):
+        answered[at] = run(nested[at], forward)
+    return answered
+
+
+def requests_in(nested: object, path: str = "inputs") -> Iterator[tuple[str, ForwardInput]]:
+    """Each request with the path to it, in the order in which they run.
+
+    Raises:
+        TypeError: something that is neither a request nor a list, tuple or dict; with its path.
+    """
+    if isinstance(nested, ForwardInput):
+        yield path, nested
+    elif isinstance(nested, list | tuple):
+        for at, one in enumerate(nested):
+            yield from requests_in(one, f"{path}[{at}]")
+    elif isinstance(nested, dict):
+        for key, one in nested.items():
+            yield from requests_in(one, f"{path}[{key!r}]")
+    else:
+        raise TypeError(
+            f"{path} is of type {type(nested).__name__}; expected a ForwardInput, or a list, tuple "
+            "or dict of them (nested as you like)"
+        )
+
+
+def agree_on_request(request: ForwardInput, check_one: Check, circle: Circle) -> None:
+    """Refuse a request of ``forward`` on every rank of its batch; a collective.
+
+    Raises:
+        DisagreementError: as ``agreement.agree``.
+        Exception: what ``check_one`` raises, where every rank raises it.
+    """
+
+    def facts() -> dict[str, Fact]:
+        if not isinstance(request, ForwardInput):
+            raise TypeError(
+                f"the request is of type {type(request).__name__}; expected a ForwardInput (for "
+                "nestings of them there are forward_micro_batches and dp_rank_forward)"
+            )
+        check_one(request)
+        return request_facts(request)
+
+    agreement.agree("forward", facts, circle)
+
+
+def agree_on_sequence(inputs: object, check_one: Check, circle: Circle) -> None:
+    """Refuse the inputs of ``forward_micro_batches`` on every rank; a collective.
+
+    Raises:
+        TypeError: no list or tuple, or a nesting that is none, where every rank passes one.
+        DisagreementError: as ``agreement.agree``.
+    """
+
+    def facts() -> dict[str, Fact]:
+        if not isinstance(inputs, list | tuple):
+            raise TypeError(
+                f"inputs is of type {type(inputs).__name__}; expected a list or tuple, whose "
+                "elements are dealt out over the data-parallel ranks"
+            )
+        return nested_facts(inputs, check_one)
+
+    agreement.agree("forward_micro_batches", facts, circle)
+
+
+def agree_on_nesting(inputs: object, check_one: Check, circle: Circle) -> None:
+    """Refuse the inputs of ``dp_rank_forward`` on every rank of its batch; a collective.
+
+    Raises:
+        TypeError: a nesting that is none, where every rank of the batch passes one.
+        DisagreementError: as ``agreement.agree``.
+    """
+    agreement.agree("dp_rank_forward", lambda: nested_facts(inputs, check_one), circle)
+
+
+def nested_facts(inputs: object, check_one: Check) -> dict[str, Fact]:
+    """Check every request in ``inputs``, and what ranks must agree on.
+
+    Raises:
+        TypeError: a nesting that is none.
+        ValueError, TypeError: what ``check_one`` raises, with the path to the request in front.
+    """
+    found: dict[str, Fact] = {}
+    if isinstance(inputs, list | tuple | dict):
+        elements = str(len(inputs))
+        found["len(inputs)"] = Fact(elements.encode(), elements)
+    for path, request in requests_in(inputs):
+        try:
+            check_one(request)
+            found |= request_facts(request, prefix=f"{path}.")
+        except (ValueError, TypeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{path}: {error}") from error
+    return found

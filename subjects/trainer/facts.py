@@ -1,0 +1,52 @@
+"""A request as facts that the ranks of a batch can compare."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from subjects.trainer.agreement import Fact
+from subjects.types import ForwardInput
+
+
+def request_facts(request: ForwardInput, *, prefix: str = "") -> dict[str, Fact]:
+    """Every field of ``request`` by its name, and whether gradients are on.
+
+    Tokens and targets count by what they mean, not by how they are nested.
+
+    Raises:
+        ValueError, TypeError: the request means nothing; see ``check_request``.
+    """
+    facts = {}
+    for field in fields(request):
+        if field.name == "input_tokens":
+            fact = _tokens(request.documents())
+        elif field.name == "target_tokens":
+            fact = _targets(request.targets())
+        else:
+            value = repr(getattr(request, field.name))
+            fact = Fact(value.encode(), value)
+        facts[prefix + field.name] = fact
+    grad = str(torch.is_grad_enabled())
+    facts[f"{prefix}torch.is_grad_enabled()"] = Fact(grad.encode(), grad)
+    return facts
+
+
+def _tokens(documents: list[Tensor]) -> Fact:
+    lengths = [len(document) for document in documents]
+    value = repr(lengths).encode() + _bytes(torch.cat(documents))
+    shown = ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
+    return Fact(value, f"{len(lengths)} documents of {shown} tokens")
+
+
+def _targets(targets: Tensor | None) -> Fact:
+    if targets is None:
+        return Fact(b"", "None")
+    shape = str(list(targets.shape))
+    return Fact(shape.encode() + _bytes(targets), f"targets of shape {shape}")
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.contiguous().numpy().tobytes()

@@ -1,0 +1,48 @@
+"""Faults to put into the trainer on purpose, so that a check can show that it would notice.
+
+Each replaces one function that its caller looks up at call time. What they break is what public
+bugs broke; the case that a fault names must fail while it is in. A family is a module with
+``FAULTS: dict[str, Fault]``, by what is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager
+
+from subjects.trainer.faults.fault import Fault, merged, replaced
+
+FAMILIES = (
+    "attention",
+    "outputs",
+    "gradients",
+    "heads",
+    "weights",
+    "rows",
+    "slots",
+    "reductions",
+    "custom",
+    "optimizer",
+    "batches",
+    "contract",
+)
+"""Modules of this package; a new one is a line here."""
+
+FAULTS: dict[str, Fault] = merged(
+    {family: importlib.import_module(f"{__name__}.{family}").FAULTS for family in FAMILIES}
+)
+"""By what is wrong."""
+
+
+def inject(name: str) -> AbstractContextManager[None]:
+    """Put a fault in for the duration of a ``with`` block, backward passes included.
+
+    Raises:
+        KeyError: no fault of this name.
+    """
+    if name not in FAULTS:
+        raise KeyError(f"no fault {name!r}; there are {', '.join(FAULTS)}")
+    return replaced(FAULTS[name])
+
+
+__all__ = ["FAMILIES", "FAULTS", "Fault", "inject", "replaced"]

@@ -1,0 +1,212 @@
+"""Gradients and metrics that are summed, averaged or left alone over the wrong axis."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from subjects.protocol import ReduceOp, Value
+from subjects.trainer import collectives, reductions
+from subjects.trainer.faults.fault import Fault
+from subjects.trainer.faults.rows import EVERYWHERE
+from subjects.trainer.reductions import Groups
+
+_reduce_weight = reductions.reduce_weight
+_sum_over_tp = reductions.sum_over_tp
+_reduce_probe = reductions.reduce_probe
+_dp_reduce = reductions.dp_reduce
+
+
+def _probe_summed(gradient: Tensor, groups: Groups) -> Tensor:
+    return _reduce_probe(gradient, groups) * groups.cp.size()
+
+
+def _reduced_over_cp(value: Value, op: ReduceOp, groups: Groups, *, device: torch.device) -> Value:
+    over_dp = _dp_reduce(value, op, groups, device=device)
+    return _dp_reduce(over_dp, op, Groups(groups.tp, groups.cp, groups.cp), device=device)
+
+
+def _qk_norm_left(name: str, parameter: Tensor) -> bool:
+    return _sum_over_tp(name, parameter) and "q_layernorm" not in name and "k_layernorm" not in name
+
+
+def _last_norm_left(name: str, parameter: Tensor) -> bool:
+    return _sum_over_tp(name, parameter) and "final_layernorm" not in name
+
+
+def _averaged_over_tp(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
+    total = _reduce_weight(gradient, groups, over_tp=over_tp)
+    return total / groups.tp.size() if over_tp else total
+
+
+def _summed_over_world(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
+    if over_tp and dist.group.WORLD is not None:
+        collectives.all_reduce(gradient, dist.group.WORLD)
+        over_tp = False
+    return _reduce_weight(gradient, groups, over_tp=over_tp)
+
+
+def _over_dp_alone(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
+    if over_tp:
+        collectives.all_reduce(gradient, groups.tp)
+    return collectives.all_reduce(gradient, groups.dp)
+
+
+def _not_over_dp(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
+    if over_tp:
+        collectives.all_reduce(gradient, groups.tp)
+    return collectives.all_reduce(gradient, groups.cp)
+
+
+def _averaged_over_dp_cp(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
+    total = _reduce_weight(gradient, groups, over_tp=over_tp)
+    return total / (groups.dp.size() * groups.cp.size())
+
+
+def _rounded_over_tp(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
+    if over_tp:
+        total = collectives.all_reduce(gradient, groups.tp)
+        gradient = total.to(torch.bfloat16).to(gradient.dtype)
+    return _reduce_weight(gradient, groups, over_tp=False)
+
+
+def _rounded_before_dp(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
+    rounded = gradient.to(torch.bfloat16).to(gradient.dtype)
+    return _reduce_weight(rounded, groups, over_tp=over_tp)
+
+
+def _mean_over_dp(value: Value, op: ReduceOp, groups: Groups, *, device: torch.device) -> Value:
+    total = _dp_reduce(value, op, groups, device=device)
+    return (
+        type(value)(total / groups.dp.size())
+        if not isinstance(total, Tensor)
+        else total / groups.dp.size()
+    )
+
+
+def _always_sum(value: Value, op: ReduceOp, groups: Groups, *, device: torch.device) -> Value:
+    del op
+    return _dp_reduce(value, "sum", groups, device=device)
+
+
+FAULTS: dict[str, Fault] = {
+    "probe gradient summed over cp": Fault(
+        module=reductions,
+        name="reduce_probe",
+        function=_probe_summed,
+        axis="cp",
+        case="test_gradients.test_probe_gradient",
+        shows="grad/probe",
+        catalogue=(106,),
+        topology=EVERYWHERE,
+    ),
+    "dp_reduce including cp": Fault(
+        module=reductions,
+        name="dp_reduce",
+        function=_reduced_over_cp,
+        axis="cp",
+        case="test_metrics.test_metrics_over_data_parallel_ranks",
+        shows="tokens",
+        topology=EVERYWHERE,
+    ),
+    "q/k-norm gradient not summed over tp": Fault(
+        module=reductions,
+        name="sum_over_tp",
+        function=_qk_norm_left,
+        axis="tp",
+        case="test_gradients.test_decoder_and_head_gradients",
+        shows="grad.model.layers.*.self_attn.[qk]_norm.weight",
+        catalogue=(2,),
+        topology=("tp2", "tp2xcp2"),
+    ),
+    "last norm's gradient not summed over tp": Fault(
+        module=reductions,
+        name="sum_over_tp",
+        function=_last_norm_left,
+        axis="tp",
+        case="test_gradients.test_decoder_and_head_gradients",
+        shows="grad.model.norm.weight",
+        catalogue=(1,),
+    ),
+    "norm gradients averaged over tp": Fault(
+        module=reductions,
+        name="reduce_weight",
+        function=_averaged_over_tp,
+        axis="tp",
+        case="test_gradients.test_decoder_and_head_gradients",
+        shows="grad.model.layers.*norm.weight",
+        catalogue=(11,),
+    ),
+    "norm gradients summed over the world": Fault(
+        module=reductions,
+        name="reduce_weight",
+        function=_summed_over_world,
+        axis="tp",
+        case="test_gradients.test_decoder_and_head_gradients",
+        shows="grad.model.layers.*norm.weight",
+        catalogue=(12,),
+        topology="dp2xtp2",
+    ),
+    "gradients reduced over dp without cp": Fault(
+        module=reductions,
+        name="reduce_weight",
+        function=_over_dp_alone,
+        axis="cp",
+        case="test_gradients.test_decoder_and_head_gradients",
+        shows="grad.*",
+        catalogue=(9,),
+    ),
+    "gradients not reduced over dp": Fault(
+        module=reductions,
+        name="reduce_weight",
+        function=_not_over_dp,
+        axis="dp",
+        case="test_gradients.test_decoder_and_head_gradients",
+        shows="grad.*",
+        catalogue=(10, 104),
+    ),
+    "gradients divided by the ranks of dp and cp": Fault(
+        module=reductions,
+        name="reduce_weight",
+        function=_averaged_over_dp_cp,
+        axis="dp",
+        case="test_gradients.test_decoder_and_head_gradients",
+        shows="grad.*",
+        catalogue=(14,),
+    ),
+    "norm gradients rounded to bfloat16 between two reductions": Fault(
+        module=reductions,
+        name="reduce_weight",
+        function=_rounded_over_tp,
+        axis="tp",
+        case="test_gradients.test_decoder_and_head_gradients",
+        shows="grad.model.layers.*norm.weight",
+        catalogue=(107,),
+    ),
+    "gradients rounded to bfloat16 before they are summed": Fault(
+        module=reductions,
+        name="reduce_weight",
+        function=_rounded_before_dp,
+        axis="dp",
+        case="test_gradients.test_decoder_and_head_gradients",
+        shows="grad.*",
+        catalogue=(108,),
+    ),
+    "dp_reduce averages": Fault(
+        module=reductions,
+        name="dp_reduce",
+        function=_mean_over_dp,
+        axis="dp",
+        case="test_metrics.test_metrics_over_data_parallel_ranks",
+        shows="states",
+    ),
+    "dp_reduce sums whatever is asked": Fault(
+        module=reductions,
+        name="dp_reduce",
+        function=_always_sum,
+        axis="dp",
+        case="test_metrics.test_metrics_over_data_parallel_ranks",
+        shows="longest",
+    ),
+}
