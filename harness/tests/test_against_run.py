@@ -332,7 +332,9 @@ class TestWrongCode:
                 "test_it.py": CASE.format(module="mine"),
             },
         )
-        result = pytester.runpytest("-p", "no:cacheprovider", "--against", "HEAD")
+        # Without the folder of the case before it on the import path.
+        mode = "--import-mode=importlib"
+        result = pytester.runpytest("-p", "no:cacheprovider", mode, "--against", "HEAD")
         assert result.ret == pytest.ExitCode.TESTS_FAILED
         copy = pytester.path / "installed/mine/__init__.py"
         place = pytester.path / "mine"
