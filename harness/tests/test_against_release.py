@@ -169,6 +169,7 @@ def test_version(rank):
         ]
     )
     assert set(conclusions(pytester.path).values()) == {"caught"}
+    assert not list((pytester.path / ".pytest_cache").rglob("*.pyc"))
     header, _ = read_run(pytester)
     assert header["against"] == {
         "text": "mine==1.2.3",
