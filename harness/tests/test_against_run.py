@@ -388,7 +388,9 @@ def test_nothing_is_left_after_ctrl_c(
     case = waits.replace("MARKER", repr(str(marker)))
     write(pytester.path, {"mine/__init__.py": "THERE = False", "test_it.py": case})
     before = state(pytester.path)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--against", "HEAD"]
+    # Where these tests run in the background of a shell, SIGINT is ignored, and that is inherited.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "pytest"]
+    command += ["-p", "no:cacheprovider", "--against", "HEAD"]
     process = subprocess.Popen(
         [*command, "--basetemp", str(tmp_path_factory.mktemp("base"))],
         cwd=pytester.path,

@@ -83,6 +83,10 @@ class Control:
             text = text.replace(f"{folder}/", f"{self.text}:")
         return text
 
+    def _spellings(self, folder: Path) -> tuple[str, ...]:
+        """A folder as tracebacks name it: from where pytest was started, when that is shorter."""
+        return str(folder), os.path.relpath(folder, self._config.invocation_params.dir)
+
     # Making ready -----------------------------------------------------------------------------
 
     _folders: tuple[str, ...] = ()
@@ -101,13 +105,13 @@ class Control:
         self._worktree = Worktree(self.revision)
         self._worktree.make()
         there = Path(real(str(self._worktree.root)))
-        self._folders = (str(there),)
+        self._folders = self._spellings(there)
         pairs = [(path, there / path.relative_to(self.root)) for path in self.paths]
         return self._here(kept), Side("there", self._subject(pairs, kept), redirected=True)
 
     def _open_release(self, release: Release, kept: tuple[str, ...]) -> tuple[Side, Side]:
         folder = Path(real(str(release.install(self._releases()))))
-        self._folders = (str(folder),)
+        self._folders = self._spellings(folder)
         modules = release.modules(folder)
         if not modules:
             raise AgainstError(f"--against {self.text}: {release} installs no module")
