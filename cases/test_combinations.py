@@ -23,6 +23,15 @@ _OPTIONS: dict[str, Any] = {
     "requires": [*AGAINST_ORACLE["requires"], "peft>=0.18"],  # type: ignore[misc]
 }
 OUTPUTS = ("target_logprobs", "top_k", "logits", "hidden_states")
+PARTS = (
+    "logprobs",
+    "top_values",
+    "top_tokens",
+    "logits",
+    "hidden_states",
+    "entropy",
+    "local_logits",
+)
 COMBINATIONS = tuple(product((False, True), repeat=len(OUTPUTS)))
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {
@@ -54,18 +63,18 @@ def ask(
 
 
 def parts(output: ForwardOutput) -> dict[str, Tensor]:
-    """All that came back, by name."""
-    top = output.top_k
-    found = {
-        "logprobs": output.target_logprobs,
-        "top_values": None if top is None else top.values,
-        "top_tokens": None if top is None else top.tokens,
-        "entropy": output.entropy,
-        "logits": output.logits,
-        "local_logits": None if output.local_logits is None else output.local_logits.values,
-        "hidden_states": output.hidden_states,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+    """All that came back, by the names in ``PARTS``."""
+    top, local = output.top_k, output.local_logits
+    found = (
+        output.target_logprobs,
+        None if top is None else top.values,
+        None if top is None else top.tokens,
+        output.logits,
+        output.hidden_states,
+        output.entropy,
+        None if local is None else local.values,
+    )
+    return {name: value for name, value in zip(PARTS, found, strict=True) if value is not None}
 
 
 def all_combinations(rank: Rank, trainer: Trainer, request: Request, slot: str | None) -> None:
@@ -77,20 +86,20 @@ def all_combinations(rank: Rank, trainer: Trainer, request: Request, slot: str |
         alone |= parts(ask(trainer, request, slot, wanted))
     for part, value in alone.items():
         rank.observe(f"{name}.{part}", value)
-    present = torch.zeros(len(COMBINATIONS), len(alone), dtype=torch.bool)
-    furthest = torch.zeros(len(COMBINATIONS), len(alone), dtype=rank.dtype)
-    # One device computes each output by itself: there is nothing that a combination could change.
+    present = torch.zeros(len(COMBINATIONS), len(PARTS), dtype=torch.bool)
+    furthest = torch.zeros(len(COMBINATIONS), len(PARTS), dtype=rank.dtype)
     for row, wanted in enumerate(COMBINATIONS):
+        # One device computes each output by itself: a combination can't change any.
         found = (
             _chosen(alone, wanted)
             if rank.is_reference
             else parts(ask(trainer, request, slot, wanted))
         )
-        assert set(found) <= set(alone)
-        for column, (part, value) in enumerate(alone.items()):
-            if part in found:
-                present[row, column] = True
-                furthest[row, column] = (found[part] - value).abs().max()
+        for part, value in found.items():
+            column = PARTS.index(part)
+            present[row, column] = True
+            if part in alone:
+                furthest[row, column] = (value - alone[part]).abs().max()
     rank.observe(f"{name}.present", present)
     rank.observe(f"{name}.change_beside_others", furthest, zero=True)
 
@@ -117,6 +126,7 @@ def test_combinations(rank: Rank, build: BuildTrainer, adapter: Adapter, sharing
     trainer = build(sharing=sharing)
     for name, options in ADAPTERS.items():
         trainer.load_slot(name, adapter(name, **options))
-    for request in rank.split(requests(rank)):
-        for slot in SLOTS:
-            all_combinations(rank, trainer, request, slot)
+    # The same on every data-parallel rank: batches are other cases' business.
+    request = requests(rank)[0]
+    for slot in SLOTS:
+        all_combinations(rank, trainer, request, slot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cases.material import Request
     from shardproof import Rank
 
-_OPTIONS = {
+_OPTIONS: dict[str, Any] = {
     "megatron": True,
     "dtype": "float32",
     "timeout": 600,
@@ -85,7 +85,11 @@ def test_native_widths_everywhere(
 
 
 @pytest.mark.native
-@pytest.mark.parity("cp2", **_OPTIONS, reference_ignores=["sharing"])
+@pytest.mark.parity(
+    "cp2",
+    **{**_OPTIONS, "requires": [*_OPTIONS["requires"], "peft>=0.18"]},
+    reference_ignores=["sharing"],
+)
 def test_native_combinations(
     rank: Rank, build: BuildTrainer, checkpoint: Callable[..., Path], sharing: str
 ) -> None:

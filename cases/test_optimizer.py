@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from subjects.types import StepResult
 
 pytestmark = pytest.mark.parity(*TOPOLOGIES, **AGAINST_ORACLE)
+_FEWER = pytest.mark.parity("dp2xcp2", "tp2xcp2", **AGAINST_ORACLE)
 
 ADAMW: OptimizerOptions = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 SGD: OptimizerOptions = {"lr": 0.01, "momentum": 0.7, "weight_decay": 0.05}
@@ -113,7 +114,7 @@ def test_adamw(rank: Rank, build: BuildTrainer) -> None:
 
     Nothing is clipped: the norms are metrics alone.
     """
-    trainer = build(sharing="full")
+    trainer = build(sharing="full", layers=1)
     _probe(rank, trainer)
     _slot(rank, trainer, "one")
     optimizer = trainer.optimizer("adamw", **ADAMW)
@@ -122,7 +123,7 @@ def test_adamw(rank: Rank, build: BuildTrainer) -> None:
 
 def test_sgd_with_momentum(rank: Rank, build: BuildTrainer) -> None:
     """Momentum carries the first step's reduced gradient into the second."""
-    trainer = build(sharing="full")
+    trainer = build(sharing="full", layers=1)
     _probe(rank, trainer)
     _slot(rank, trainer, "one")
     optimizer = trainer.optimizer("sgd", **SGD)
@@ -131,7 +132,7 @@ def test_sgd_with_momentum(rank: Rank, build: BuildTrainer) -> None:
 
 def test_clipping_is_by_slot(rank: Rank, build: BuildTrainer) -> None:
     """One slot's norm is above the limit and one below: the other's gradients stay as they are."""
-    trainer = build(sharing="full")
+    trainer = build(sharing="full", layers=1)
     _probe(rank, trainer)
     _slot(rank, trainer, "large")
     _slot(rank, trainer, "small")
@@ -139,9 +140,10 @@ def test_clipping_is_by_slot(rank: Rank, build: BuildTrainer) -> None:
     _two_steps(rank, trainer, optimizer, {"large": 1.0, "small": 1e-3})
 
 
+@_FEWER
 def test_clipping_inactive(rank: Rank, build: BuildTrainer) -> None:
     """A limit above every norm changes nothing."""
-    trainer = build(sharing="full")
+    trainer = build(sharing="full", layers=1)
     _probe(rank, trainer)
     _slot(rank, trainer, "one", targets=("o_proj",))
     optimizer = trainer.optimizer("adamw", **_limited(ADAMW, 1e6))
@@ -150,7 +152,7 @@ def test_clipping_inactive(rank: Rank, build: BuildTrainer) -> None:
 
 def test_a_norm_that_is_not_finite_blocks_the_step(rank: Rank, build: BuildTrainer) -> None:
     """One slot overflows on one data-parallel rank: no parameter and no moment moves anywhere."""
-    trainer = build(sharing="full")
+    trainer = build(sharing="full", layers=1)
     probe = _probe(rank, trainer)
     _slot(rank, trainer, "good", targets=("q_proj",))
     _slot(rank, trainer, "bad", targets=("o_proj",))
@@ -176,7 +178,7 @@ def test_a_norm_that_is_not_finite_blocks_the_step(rank: Rank, build: BuildTrain
 
 def test_parameters_without_gradient_are_left_alone(rank: Rank, build: BuildTrainer) -> None:
     """No decay of what nobody used, nor of a slot at rest; the second step wakes it."""
-    trainer = build(sharing="full")
+    trainer = build(sharing="full", layers=1)
     _probe(rank, trainer)
     resting = trainer.parameter("resting", partial(_normal, rank, "resting", 4))
     _slot(rank, trainer, "one", targets=("q_proj",))
@@ -194,9 +196,10 @@ def test_parameters_without_gradient_are_left_alone(rank: Rank, build: BuildTrai
         trainer.zero_gradients()
 
 
+@_FEWER
 def test_state_is_taken_up(rank: Rank, build: BuildTrainer) -> None:
     """A new optimizer goes on from the state of the old one: its second step is a second step."""
-    trainer = build(sharing="full")
+    trainer = build(sharing="full", layers=1)
     _probe(rank, trainer)
     _slot(rank, trainer, "one", targets=("o_proj",))
     state = None
@@ -215,7 +218,7 @@ def test_forward_follows_the_step(rank: Rank, build: BuildTrainer) -> None:
 
     A head is added between the steps and is stepped by the same optimizer.
     """
-    trainer = build(sharing="full")
+    trainer = build(sharing="full", layers=1)
     probe = _probe(rank, trainer)
     _slot(rank, trainer, "one")
     optimizer = trainer.optimizer("sgd", lr=0.05, momentum=0.5, max_norm=2.0)

@@ -31,4 +31,5 @@ def test_the_first_layers_alone(rank: Rank, build: BuildTrainer) -> None:
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(hidden_states=True))
         rank.observe(f"{request.name}.hidden_states", output.hidden_states)
-    assert not any("layers.1." in name for name, _, _ in trainer.named_gradients())
+    names = {name for name, _, _ in trainer.named_gradients()}
+    rank.observe("parameters", len(names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pprint
+import zlib
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,11 @@ from subjects.types import IGNORED, ForwardInput
 
 VOCABULARY = 131
 TOPOLOGIES = ("cp2", "cp4", "tp2xcp2")
-TINY = 1e-6
+SLOTS: dict[str, dict[str, Any]] = {
+    "one": {"rank": 3, "alpha": 5.0},
+    "other": {"rank": 5, "alpha": 3.0},
+}
+TINY = 1e-4
 """Gradients this much smaller than the largest are judged by it: their own digits are rounding."""
 
 Document = tuple[int, ...]
@@ -46,6 +51,7 @@ class Example:
     plan: str | tuple[tuple[int, ...], ...]
     attention: str
     block: int
+    slot: str | None = None
 
     @property
     def asks(self) -> bool:
@@ -58,6 +64,7 @@ class Example:
             [torch.tensor(document) for document in self.documents],
             torch.tensor(self.targets) if self.asks else None,
             hidden_states=True,
+            slot=self.slot,
         )
 
 
@@ -78,6 +85,16 @@ def documents(draw: st.DrawFn, *, most: int = 6, longest: int = 9) -> tuple[Docu
     return tuple(found)
 
 
+def branches(asked: tuple[Document, ...]) -> int:
+    """The most places on the path of one document at which the prefix tree branches."""
+
+    def branch(prefix: Document) -> bool:
+        at = len(prefix)
+        return len({one[at] for one in asked if one[:at] == prefix and len(one) > at}) > 1
+
+    return max(sum(branch(one[:at]) for at in range(1, len(one))) for one in asked)
+
+
 @st.composite
 def shards(draw: st.DrawFn, rows: int, cp: int) -> tuple[tuple[int, ...], ...]:
     """Any deal of 0..rows-1: runs between cuts, in any order, each forwards or backwards.
@@ -94,9 +111,8 @@ def shards(draw: st.DrawFn, rows: int, cp: int) -> tuple[tuple[int, ...], ...]:
 
 
 @st.composite
-def examples(draw: st.DrawFn, *, topologies: tuple[str, ...] = TOPOLOGIES) -> Example:
-    """Any example on one of ``topologies``."""
-    topology = draw(st.sampled_from(topologies))
+def examples(draw: st.DrawFn, *, topology: str) -> Example:
+    """Any example on ``topology``."""
     asked = draw(documents())
     total = sum(map(len, asked))
     sharing: Sharing = draw(st.sampled_from(["none", "full"]))
@@ -121,7 +137,21 @@ def examples(draw: st.DrawFn, *, topologies: tuple[str, ...] = TOPOLOGIES) -> Ex
         plan=draw(st.sampled_from(sorted(POLICIES)) | shards(packed.rows, cp)),
         attention=draw(st.sampled_from(["gather", "ring"])),
         block=draw(st.sampled_from([512, 1, 2, 3, 7])),
+        slot=draw(st.sampled_from([None, *SLOTS])),
     )
+
+
+def add_slots(trainer: Trainer) -> None:
+    """Give a trainer the slots that examples use; no factor is zero."""
+    for name, options in SLOTS.items():
+        trainer.add_slot(name, **options, factory=factor)
+
+
+def factor(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Values of a slot's factor that depend on its name and shape alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {shape}".encode()))
+    bound: float = shape[1] ** -0.5
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * bound
 
 
 def weights(total: int, dtype: torch.dtype) -> Tensor:
@@ -165,6 +195,7 @@ class RankOfExamples:
         worlds.make_parallel_state(rank)
         self.tp = rank.group("tp").rank(), rank.group("tp").size()
         self.trainer = TrainerRank.build(directory / "checkpoint", rank)
+        add_slots(self.trainer)
         self.found: dict[str, Tensor] = {}
         self.placed: dict[str, Any] = {}
 
@@ -258,6 +289,7 @@ def as_case(example: Example, *, rightly_zero: tuple[str, ...] = ()) -> str:
     lines = [
         "from __future__ import annotations",
         "",
+        *(["import zlib"] if example.slot else []),
         "from typing import TYPE_CHECKING",
         "",
         "import pytest",
@@ -271,6 +303,7 @@ def as_case(example: Example, *, rightly_zero: tuple[str, ...] = ()) -> str:
         "    from shardproof import Rank",
         "",
         "",
+        *(_FACTOR.splitlines() if example.slot else []),
         f'@pytest.mark.parity("{example.topology}", **AGAINST_ORACLE)',
         "def test_found_by_properties(rank: Rank, build: BuildTrainer) -> None:",
         '    """An example that the property tests found; say here what it shows."""',
@@ -280,9 +313,11 @@ def as_case(example: Example, *, rightly_zero: tuple[str, ...] = ()) -> str:
         *_assigned("plan", plan),
         *_assigned("rightly_zero", sorted(rightly_zero)),
         f"    trainer = build(sharing={example.sharing!r}, plan=plan, only={only!r})",
+        *_slot_made(example.slot),
         "    tokens = [torch.tensor(document) for document in documents]",
         "    wanted = None if targets is None else torch.tensor(targets)",
-        "    output = trainer.forward(ForwardInput(tokens, wanted, hidden_states=True))",
+        f"    asked = ForwardInput(tokens, wanted, hidden_states=True, slot={example.slot!r})",
+        "    output = trainer.forward(asked)",
         "    states, logprobs = output.hidden_states, output.target_logprobs",
         "    assert states is not None",
         '    rank.observe("hidden_states", states)',
@@ -297,6 +332,23 @@ def as_case(example: Example, *, rightly_zero: tuple[str, ...] = ()) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+_FACTOR = """
+def factor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {shape}".encode()))
+    bound: float = shape[1] ** -0.5
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * bound
+
+
+""".lstrip()
+
+
+def _slot_made(slot: str | None) -> list[str]:
+    if slot is None:
+        return []
+    options = ", ".join(f"{name}={value!r}" for name, value in SLOTS[slot].items())
+    return [f"    trainer.add_slot({slot!r}, {options}, factory=factor)"]
 
 
 def _assigned(name: str, value: object) -> list[str]:

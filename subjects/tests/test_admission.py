@@ -52,10 +52,19 @@ def step(request: ForwardInput, hidden: Tensor, head: HeadWeights, place: Place)
         torch.autograd.backward(values, [torch.ones_like(value) for value in values])
 
 
-@pytest.mark.parametrize("sharing", ["none", "full"])
-@pytest.mark.parametrize("head_rows", [4, 1024])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("sharing", "head_rows", "dtype", "grad"),
+    [
+        ("none", 4, torch.float32, True),
+        ("full", 1024, torch.float32, True),
+        ("full", 4, torch.bfloat16, True),
+        ("none", 1024, torch.bfloat16, True),
+        ("full", 4, torch.float64, True),
+        ("none", 1024, torch.float64, False),
+        ("full", 4, torch.float32, False),
+        ("none", 1024, torch.bfloat16, False),
+    ],
+)
 def test_prediction_against_what_is_allocated(
     alone: Any, sharing: str, head_rows: int, dtype: torch.dtype, grad: bool
 ) -> None:
@@ -111,7 +120,7 @@ def test_prediction_against_the_peak_of_a_gpu(alone: Any, grad: bool) -> None:
         # Small requests are ruled by the allocator's granularity.
         if peak > 8 << 20:
             ratio = sum(predicted.values()) / peak
-            assert 0.7 <= ratio <= 2.5, (name, ratio, predicted, peak)
+            assert 0.8 <= ratio <= 1.5, (name, ratio, predicted, peak)
 
 
 def admitted(alone: Any, limit: int | None, **wanted: Any) -> None:

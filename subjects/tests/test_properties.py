@@ -36,7 +36,7 @@ BOUND = 1e-9
 """Relative distance from one device in float64: rounding is below 1e-12, faults above 1e-3."""
 
 on_ranks = settings(
-    max_examples=EXAMPLES or 200,
+    max_examples=max(1, (EXAMPLES or 200) // len(TOPOLOGIES)),
     # The gate must not change from one run to the next; by hand, new examples are wanted.
     derandomize=not EXAMPLES,
     deadline=None,
@@ -55,6 +55,7 @@ class World:
         tiny_checkpoint(directory / "checkpoint")
         alone = worlds.TestRank(coordinates={}, groups={})
         self.oracle: Trainer = TransformersTrainer(directory / "checkpoint", alone)
+        examples.add_slots(self.oracle)
         self.pools = {name: Pool(name, directory, examples.setup) for name in TOPOLOGIES}
 
     def measure(self, example: Example, *, fault: str | None = None) -> dict[str, float]:
@@ -85,16 +86,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.mark.slow
 @pytest.mark.properties
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 @on_ranks
-@given(example=examples.examples())
-def test_ranks_return_what_one_device_returns(world: World, example: Example) -> None:
+@given(data=st.data())
+def test_ranks_return_what_one_device_returns(
+    world: World, topology: str, data: st.DataObject
+) -> None:
     """A failure ends with a parity case of the smallest example that was found."""
+    example = data.draw(examples.examples(topology=topology))
     try:
         found = world.measure(example)
     except RankError as error:
         raise AssertionError(f"{error}\n\n{as_case(example)}") from error
     worst = max(found, key=found.__getitem__)
-    event(f"{example.topology}, {example.attention}")
+    event(f"attention {example.attention}, sharing {example.sharing}, slot {example.slot}")
+    event(f"{examples.branches(example.documents)} branches on one path")
     event(f"distance below 1e{_exponent(found[worst])}")
     assert found[worst] < BOUND, (
         f"{worst} is {found[worst]:.3g} from what one device has; as a parity case:\n\n"
@@ -115,7 +121,7 @@ def test_a_fault_is_found_and_written_down_as_a_case(world: World, tmp_path: Pat
         return max(world.measure(example, fault=fault).values()) > 1e-3
 
     smallest = find(
-        examples.examples(topologies=("cp2",)),
+        examples.examples(topology="cp2"),
         shows,
         settings=settings(
             on_ranks,

@@ -151,13 +151,15 @@ def same_rows(rows: Tensor) -> bool:
 
 def share_notes(note: Mapping[str, object], circle: Circle) -> list[dict[str, Any]]:
     """What each rank has to say, in the order of ``circle.ranks``; a collective."""
-    written = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+    written = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
     length = torch.tensor([len(written)], dtype=torch.int64, device=circle.device)
     lengths = gather(length, circle)[:, 0].tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=circle.device)
     padded[: len(written)] = written
     rows = gather(padded, circle).cpu()
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, lengths, strict=True)]
+    return [
+        json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, lengths, strict=True)
+    ]
 
 
 def digest(facts: Mapping[str, Fact]) -> list[int]:

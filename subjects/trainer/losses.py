@@ -117,7 +117,7 @@ def compare(gradients: Sequence[Tensor | None], watched: Watch) -> None:
         return
     mine = torch.stack(
         [
-            statistics(gradient, local=name in LOCAL)
+            statistics(gradient, local=name in LOCAL).to(circle.device)
             for name, gradient in zip(watched.names, gradients, strict=True)
         ]
     )
@@ -183,12 +183,15 @@ def differences(seen: Tensor, tolerance: float) -> list[int]:
     """Which statistics [ranks, 7] differ over the ranks; NaN is equal to NaN alone."""
     if not same_presence(seen):
         return [0]
-    first = seen[:1]
+    norm, values = seen[:, 2:3], seen[:, 1:]
+    first = values[:1]
     # A sum of equal signs is larger than the norm, and so is its rounding.
-    scale = torch.maximum(seen[:, 2:3].abs(), seen.abs()).amax(dim=0)
-    equal = (seen == first) | (seen.isnan() & first.isnan())
-    near = (seen - first).abs() <= tolerance * scale
-    return torch.nonzero(~(equal | near).all(dim=0)).flatten().tolist()
+    scale = torch.maximum(norm.abs(), values.abs()).amax(dim=0)
+    equal = (values == first) | (values.isnan() & first.isnan())
+    apart = (values - first).abs()
+    # An infinity is apart from every number, whatever tolerance it allows itself.
+    near = (apart <= tolerance * scale) & apart.isfinite()
+    return (1 + torch.nonzero(~(equal | near).all(dim=0)).flatten()).tolist()
 
 
 def same_presence(seen: Tensor) -> bool:

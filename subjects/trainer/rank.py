@@ -15,6 +15,7 @@ from subjects.trainer import (
     agreement,
     attention,
     batches,
+    gradients,
     heads,
     losses,
     packing,
@@ -22,7 +23,6 @@ from subjects.trainer import (
     reductions,
     rope,
     shims,
-    slots,
     weights,
 )
 from subjects.trainer.adapters import TARGETS
@@ -93,7 +93,7 @@ class TrainerRank:
             borrowed=lambda: list(model.parameters()),
         )
         self.adapters.on_replace.append(self.custom.retire)
-        self._reduced: dict[str, tuple[int, int]] | None = None
+        self._reduced: gradients.Stamps | None = None
         self.check_losses = check_losses
         self.forwards = 0
         self._batch = agreement.batch(self.groups, self.device)
@@ -162,12 +162,15 @@ class TrainerRank:
     def forward(self, request: ForwardInput) -> ForwardOutput:
         """Run one forward; see ``ForwardInput`` and ``ForwardOutput``.
 
-        A collective of the TP and CP ranks of a batch, which must pass the same request.
+        A collective of the TP and CP ranks of a batch, which must pass the same request. What is
+        wrong with one of theirs is raised on all of them, and so it is in backward where their
+        losses differ.
 
         Raises:
             ValueError: an empty document, targets that don't fit the tokens, an id outside the
                 vocabulary, a ``top_k`` that can't be, a slot that doesn't exist, or gradients that
                 were reduced and not zeroed.
+            DisagreementError: a ValueError: not all ranks pass the same, or some refuse it.
             AdmissionError: the head and the outputs would not fit into memory.
         """
         batches.agree_on_request(request, self._check, self._batch)
@@ -375,32 +378,7 @@ class TrainerRank:
         Raises:
             ValueError: a backward has added to gradients that were reduced.
         """
-        own: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
-        factors = {name: factor for name, _, factor in self.adapters.named_factors()}
-        every = {**own, **{name: parameter for name, parameter, _ in self.named_parameters()}}
-        if self._reduced is not None:
-            if not _stamps(every).items() <= self._reduced.items():
-                raise ValueError(
-                    "a backward has added to gradients that were reduced over the ranks already; "
-                    "call zero_gradients() between reading gradients and the next backward"
-                )
-            return
-        present = reductions.agree_on_presence(
-            [parameter.grad for parameter in every.values()], self.groups, device=self.device
-        )
-        for (name, parameter), there in zip(every.items(), present, strict=True):
-            if not there:
-                continue
-            local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            local = (local.to_dense() if local.is_sparse else local).contiguous()
-            if name in own:
-                over_tp = reductions.sum_over_tp(name, parameter)
-                parameter.grad = reductions.reduce_weight(local, self.groups, over_tp=over_tp)
-            elif name in factors:
-                parameter.grad = slots.reduce_factor(local, factors[name], self.groups)
-            else:
-                parameter.grad = reductions.reduce_probe(local, self.groups)
-        self._reduced = _stamps(every)
+        self._reduced = gradients.reduce_once(self, self._reduced)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor | None, Placement]]:
         """Reduced gradients by their names in the checkpoint, then of slots and ``parameter``.
@@ -410,18 +388,7 @@ class TrainerRank:
         tensors, of which a tensor-parallel rank holds its slice.
         """
         self.reduce_gradients()
-        for name, parameter in self.model.named_parameters():
-            layout = self.layouts[name]
-            placement: Placement = {} if layout.dim is None else {"shard": {"tp": layout.dim}}
-            pieces = (
-                [None] * len(layout.names)
-                if parameter.grad is None
-                else layout.split(parameter.grad)
-            )
-            for tensor, piece in zip(layout.names, pieces, strict=True):
-                yield tensor, piece, placement
-        for name, parameter, placement in self.named_parameters():
-            yield name, parameter.grad, placement
+        yield from gradients.by_name(self)
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
@@ -499,12 +466,3 @@ class TrainerRank:
         return head, Place(
             local=local, part=self.part, groups=self.groups, head_rows=self.head_rows
         )
-
-
-def _stamps(parameters: dict[str, torch.nn.Parameter]) -> dict[str, tuple[int, int]]:
-    """Identity and version of each gradient, which change when a backward adds to it."""
-    return {
-        name: (id(parameter.grad), parameter.grad._version)
-        for name, parameter in parameters.items()
-        if parameter.grad is not None
-    }

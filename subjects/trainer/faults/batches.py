@@ -186,7 +186,7 @@ FAULTS: dict[str, Fault] = {
         function=_numbered_by_wave,
         axis="dp",
         case=_ELEMENTS,
-        shows="element*",
+        shows="raised: assert",
     ),
     "waves run ahead": Fault(
         module=batches,

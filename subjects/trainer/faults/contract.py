@@ -162,8 +162,8 @@ def _never_over_tp(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor
 
 
 def _always_over_tp(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
-    del over_tp
-    return _reduce_weight(gradient, groups, over_tp=True)
+    # Not the slices of the odd vocabulary: they differ in size, and no rank could sum them.
+    return _reduce_weight(gradient, groups, over_tp=over_tp or len(gradient) < 60)
 
 
 def _counts_as_floats(value: Value, op: ReduceOp, groups: Groups, *, device: Any) -> Any:

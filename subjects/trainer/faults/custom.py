@@ -127,8 +127,8 @@ FAULTS: dict[str, Fault] = {
         custom,
         "converted",
         axis="any",
-        case="test_custom.test_head_across_documents",
-        shows="raised: dtype",
+        case="test_custom.test_values_of_the_first_rank",
+        shows="parameter",
     ),
     "shared parameter untied": _fault(
         _untied,

@@ -33,6 +33,7 @@ from subjects.types import IGNORED, ForwardInput, LocalLogits
 
 _shared_sums = logprobs.shared_sums
 _descending = logprobs.descending
+_lowest_first = logprobs.lowest_first
 _row_ranges = head_rows.row_ranges
 _chunk_logits = head_rows.chunk_logits
 _targets_for = plan.targets_for
@@ -90,6 +91,10 @@ def _candidates_of_slice(
 
 def _last_of_equals_first(values: Tensor) -> Tensor:
     return values.shape[1] - 1 - _descending(values.flip(1))
+
+
+def _highest_id_first(values: Tensor, k: int) -> Tensor:
+    return values.shape[1] - 1 - _lowest_first(values.flip(1), k)
 
 
 def _full_chunks(rows: int, size: int) -> list[tuple[int, int]]:
@@ -258,9 +263,17 @@ FAULTS: dict[str, Fault] = {
     ),
     "of equal logits the higher id first": Fault(
         module=logprobs,
+        name="lowest_first",
+        function=_highest_id_first,
+        axis="any",
+        case="test_heads.test_equal_logits_in_the_order_of_their_ids",
+        shows="*.tokens",
+    ),
+    "of equal logits the later slice's first": Fault(
+        module=logprobs,
         name="descending",
         function=_last_of_equals_first,
-        axis="any",
+        axis="tp",
         case="test_heads.test_equal_logits_in_the_order_of_their_ids",
         shows="*.tokens",
     ),

@@ -1,0 +1,97 @@
+"""Gradients of all that is trained: reduced once, by their names in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from subjects.protocol import Placement
+from subjects.trainer import reductions, slots
+from subjects.trainer.lora import Factor
+
+if TYPE_CHECKING:
+    from subjects.trainer.rank import TrainerRank
+
+Stamps = dict[str, tuple[int, int]]
+
+
+def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
+    """Reduce every gradient over the ranks, in place, unless that was done; a collective then.
+
+    ``reduced`` are the stamps of an earlier reduction, None where there was none since gradients
+    were zeroed. Returns those of this one.
+
+    Raises:
+        ValueError: a backward has added to gradients that were reduced.
+    """
+    rules = reducers(trainer)
+    every = {name: parameter for name, (parameter, _) in rules.items()}
+    if reduced is not None:
+        # What belonged to a slot that is gone has no stamp any more.
+        if not stamps(every).items() <= reduced.items():
+            raise ValueError(
+                "a backward has added to gradients that were reduced over the ranks already; "
+                "call zero_gradients() between reading gradients and the next backward"
+            )
+        return reduced
+    present = reductions.agree_on_presence(
+        [parameter.grad for parameter in every.values()], trainer.groups, device=trainer.device
+    )
+    for (parameter, reduce), there in zip(rules.values(), present, strict=True):
+        if not there:
+            continue
+        local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = reduce((local.to_dense() if local.is_sparse else local).contiguous())
+    return stamps(every)
+
+
+def reducers(
+    trainer: TrainerRank,
+) -> dict[str, tuple[torch.nn.Parameter, Callable[[Tensor], Tensor]]]:
+    """Each parameter by name, with the rule by which its gradient is reduced."""
+    groups = trainer.groups
+
+    def of_weight(name: str, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        over_tp = reductions.sum_over_tp(name, parameter)
+        return lambda gradient: reductions.reduce_weight(gradient, groups, over_tp=over_tp)
+
+    def of_factor(factor: Factor) -> Callable[[Tensor], Tensor]:
+        return lambda gradient: slots.reduce_factor(gradient, factor, groups)
+
+    def of_custom(gradient: Tensor) -> Tensor:
+        return reductions.reduce_probe(gradient, groups)
+
+    return {
+        **{name: (one, of_weight(name, one)) for name, one in trainer.model.named_parameters()},
+        **{name: (one, of_factor(of)) for name, one, of in trainer.adapters.named_factors()},
+        **{name: (one, of_custom) for name, one in trainer.custom.named_parameters()},
+    }
+
+
+def by_name(trainer: TrainerRank) -> Iterator[tuple[str, Tensor | None, Placement]]:
+    """Name, gradient and placement of the checkpoint's tensors, of slots and of custom parameters.
+
+    Fused weights come apart into the checkpoint's tensors.
+    """
+    for name, parameter in trainer.model.named_parameters():
+        layout = trainer.layouts[name]
+        placement: Placement = {} if layout.dim is None else {"shard": {"tp": layout.dim}}
+        pieces = (
+            [None] * len(layout.names) if parameter.grad is None else layout.split(parameter.grad)
+        )
+        for tensor, piece in zip(layout.names, pieces, strict=True):
+            yield tensor, piece, placement
+    for name, parameter, placement in trainer.named_parameters():
+        yield name, parameter.grad, placement
+
+
+def stamps(parameters: Mapping[str, torch.nn.Parameter]) -> Stamps:
+    """Identity and version of each gradient, which change when a backward adds to it."""
+    return {
+        name: (id(parameter.grad), parameter.grad._version)
+        for name, parameter in parameters.items()
+        if parameter.grad is not None
+    }
