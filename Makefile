@@ -12,17 +12,28 @@ BIN := .venv/bin
 # Parts of the tree that exist, in the order in which they depend on each other.
 TESTED := $(wildcard harness/tests oracles subjects ci/tests)
 CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
-# `make test PART=...`: unit, faults (ranks and sessions die), against (the control against a parent)
-# or controls (faults put into the trainer must be caught). The whole check gives each a lane of its own.
+# `make test PART=...`: unit, faults (ranks and sessions die), against (the control against a parent),
+# controls (faults put into the trainer must be caught) or floors (of what the cases observe). The
+# whole check gives each its own lane.
 PART ?= all
 FAULTS := $(wildcard harness/tests/test_plugin_faults.py harness/tests/test_fleet_survivors.py)
-CONTROLS := $(wildcard subjects/tests/test_controls.py subjects/tests/test_floor_of_cases.py)
 AGAINST := $(wildcard harness/tests/test_against_*.py ci/tests/test_diagnostics.py)
+CONTROLS := $(wildcard subjects/tests/test_controls.py)
+FLOORS := $(wildcard subjects/tests/test_floor_of_cases.py)
 CHOSEN_all := $(TESTED)
-CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROLS))
+CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROLS) $(FLOORS))
 CHOSEN_faults := $(FAULTS)
 CHOSEN_against := $(AGAINST)
 CHOSEN_controls := $(CONTROLS)
+CHOSEN_floors := $(FLOORS)
+# `make parity CASES=...`: core (outputs, gradients, metrics, attention, the contract), parts (slots,
+# heads and probes, the head, micro-batches, the optimizer, files) or all.
+CASES ?= core
+PARTS := $(addprefix cases/test_,combinations.py custom.py heads.py micro_batches.py optimizer.py \
+	rules.py slots.py weights.py)
+CASES_core := cases $(addprefix --ignore=,$(PARTS))
+CASES_parts := $(PARTS)
+CASES_all := cases
 # `make properties EXAMPLES=...`: how many random forwards.
 EXAMPLES ?= 1000
 PROGRAMS := ci/benchmark ci/diagnostics ci/lock ci/setup ci/wheel
@@ -38,7 +49,7 @@ export TORCH
 	setup clean
 
 parity: setup ## the parity cases, on every topology that they name
-	$(BIN)/pytest cases -m "not native" $(ARGS)
+	$(BIN)/pytest $(CASES_$(CASES)) -m "not native" $(ARGS)
 
 test: setup ## the project's own tests
 	$(BIN)/pytest $(CHOSEN_$(PART)) -m "not native" $(ARGS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
+from cases.parameters import marks_of, names_of, values_of
 from subjects.trainer.faults import FAULTS, Fault, replaced
 
 if TYPE_CHECKING:
@@ -109,12 +110,13 @@ def _control(
     test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), fault])
     test.__doc__ = body.__doc__
     test.faults, test.chosen = dict(faults), dict(params)
-    marks = [*getattr(body, "pytestmark", []), *_listed(getattr(source, "pytestmark", []))]
+    marks = marks_of(body, source)
     left = set(params) - {"sharing"}
     for mark in marks:
         if mark.name == "parametrize":
-            left -= set(_names(mark))
-            pytest.mark.parametrize(*_fixed(mark, params))(test)
+            left -= set(names_of(mark))
+            only = pytest.param(*values_of(mark, params), id=pytest.HIDDEN_PARAM)
+            pytest.mark.parametrize(mark.args[0], [only])(test)
     if left:
         raise LookupError(f"{source.__name__}.{body.__name__} has no parameter {sorted(left)}")
     options: Mapping[str, Any] = next((m.kwargs for m in marks if m.name == "parity"), {})
@@ -122,33 +124,6 @@ def _control(
     topologies = dict.fromkeys(one for fault in faults.values() for one in fault.topologies)
     pytest.mark.parity(*topologies, **{**options, "reference_ignores": ["fault"]})(test)
     return pytest.mark.parametrize("fault", list(faults))(test)
-
-
-def _fixed(mark: pytest.Mark, params: Mapping[str, object]) -> tuple[Any, ...]:
-    """Arguments of a parametrization with one set of values alone: the chosen, or the first."""
-    names = _names(mark)
-    given = [names.index(name) for name in names if name in params]
-    for values in mark.args[1]:
-        plain = values.values if hasattr(values, "values") else values
-        row = plain if len(names) > 1 or hasattr(values, "values") else (values,)
-        if all(_is(row[at], params[names[at]], values) for at in given):
-            return mark.args[0], [pytest.param(*row, id=pytest.HIDDEN_PARAM)]
-    wanted = {name: params[name] for name in names if name in params}
-    raise LookupError(f"no parameter set of its case has {wanted}")
-
-
-def _is(value: object, wanted: object, values: object) -> bool:
-    return value is wanted or value == wanted or getattr(values, "id", None) == wanted
-
-
-def _names(mark: pytest.Mark) -> list[str]:
-    names = mark.args[0]
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-
-
-def _listed(marks: Any) -> Sequence[pytest.Mark]:
-    marks = marks if isinstance(marks, list | tuple) else [marks]
-    return [getattr(mark, "mark", mark) for mark in marks]
 
 
 def _fixtures(source: ModuleType) -> dict[str, object]:

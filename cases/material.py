@@ -6,14 +6,14 @@ the reference have the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardproof import Rank
-from subjects.types import IGNORED, ForwardInput
+from subjects.types import IGNORED, ForwardInput, ForwardOutput
 
 TOPOLOGIES = ("cp2", "cp4", "dp2xcp2", "tp2xcp2")
 VOCABULARY = 131
@@ -44,6 +44,11 @@ class Request:
     def length(self) -> int:
         """Source positions T."""
         return sum(map(len, self.documents))
+
+    @property
+    def weights(self) -> Tensor:
+        """Unequal weights [T] of the rows, so that no two can change places unseen."""
+        return 0.5 + self.goals[:, 0].abs()
 
     def ask(self, *, target_tokens: Tensor | None = None, **wanted: object) -> ForwardInput:
         """The forward of these documents."""
@@ -80,7 +85,7 @@ def request_of(
         documents,
         targets,
         _uniform(generator, total - 1) < 0.4,
-        _normal(rank, generator, total, 3),
+        normal(rank, generator, total, 3),
     )
 
 
@@ -106,14 +111,48 @@ def multi_targets(rank: Rank, request: Request) -> Tensor:
 
 def probe_weight(rank: Rank) -> Tensor:
     """A probe [hidden 40, 3]."""
-    return _normal(rank, rank.generator("probe"), 40, 3) / 6
+    return normal(rank, rank.generator("probe"), 40, 3) / 6
+
+
+def factors(rank: Rank, slot: str) -> Callable[[str, tuple[int, ...]], Tensor]:
+    """Values of a slot's factors, all of them other than zero."""
+
+    def values(factor: str, shape: tuple[int, ...]) -> Tensor:
+        return normal(rank, rank.generator(f"{slot}/{factor}"), *shape) / 5
+
+    return values
+
+
+def logprobs_of(output: ForwardOutput) -> Tensor:
+    """Log-probabilities that were asked for."""
+    assert output.target_logprobs is not None
+    return output.target_logprobs
+
+
+def states_of(output: ForwardOutput) -> Tensor:
+    """Hidden states that were asked for."""
+    assert output.hidden_states is not None
+    return output.hidden_states
+
+
+def spread(states: Tensor) -> Tensor:
+    """[rows]: the mean square of each row's distance from one.
+
+    The final norm holds a mean square alone near one: its gradient would be mostly rounding.
+    """
+    return (states - 1).square().mean(-1)
+
+
+def weighted_loss(request: Request, output: ForwardOutput) -> Tensor:
+    """The negated sum of log-probabilities with unequal weights, divided by no count."""
+    return -(logprobs_of(output) * request.weights).sum()
 
 
 def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.rand(*shape, generator=generator, dtype=torch.float32)
 
 
-def _normal(rank: Rank, generator: torch.Generator, *shape: int) -> Tensor:
+def normal(rank: Rank, generator: torch.Generator, *shape: int) -> Tensor:
     """Drawn in float32 whatever the run's dtype, so that runs of two dtypes have one truth."""
     return torch.randn(*shape, generator=generator, dtype=torch.float32).to(rank.dtype)
 

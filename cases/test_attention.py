@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, Request, make_request, request_of, requests
+from cases.material import (
+    AGAINST_ORACLE,
+    TOPOLOGIES,
+    Request,
+    make_request,
+    request_of,
+    requests,
+    spread,
+)
 
 if TYPE_CHECKING:
     from cases.conftest import BuildTrainer
@@ -31,8 +39,8 @@ def _observe_step(rank: Rank, trainer: Trainer, batches: list[Request]) -> None:
         assert logprobs is not None
         rank.observe(f"{request.name}.hidden_states", states)
         rank.observe(f"{request.name}.logprobs", logprobs)
-        weights = 0.5 + request.goals[:, 0].abs()
-        (states.square().mean(1) * weights - logprobs * weights).sum().backward()
+        weights = request.weights
+        (spread(states) * weights - logprobs * weights).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 

@@ -13,8 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, VOCABULARY, Request, requests
-from subjects.types import ForwardInput, ForwardOutput, MicroBatch, Nested
+from cases.material import (
+    AGAINST_ORACLE,
+    TOPOLOGIES,
+    VOCABULARY,
+    Request,
+    requests,
+    spread,
+    weighted_loss,
+)
+from subjects.types import ForwardInput, MicroBatch, Nested
 
 if TYPE_CHECKING:
     from cases.conftest import BuildTrainer
@@ -60,19 +68,13 @@ def last_place(rank: Rank) -> str:
     return ", ".join(f"{axis}={rank.size(axis) - 1}" for axis in axes)
 
 
-def weighted(request: Request, output: ForwardOutput) -> Tensor:
-    """A loss with unequal weights of rows."""
-    assert output.target_logprobs is not None
-    return -(output.target_logprobs * (0.5 + request.goals[:, 0].abs())).sum()
-
-
 def observe_step(rank: Rank, trainer: Trainer, mine: list[Request]) -> None:
     """One right step: the trainer works, and nothing of what was refused is left in it."""
     trainer.zero_gradients()
     for request in mine:
         output = trainer.forward(request.ask(target_tokens=request.targets))
         rank.observe(f"{request.name}.logprobs", output.target_logprobs)
-        weighted(request, output).backward()
+        weighted_loss(request, output).backward()
     rank.observe_gradients(one for one in trainer.named_gradients() if "layers.1" not in one[0])
 
 
@@ -157,7 +159,7 @@ def test_losses_that_differ_are_refused(rank: Rank, build: BuildTrainer) -> None
         assert output.hidden_states is not None
         return refused(rank, loss(output.target_logprobs, output.hidden_states).backward)
 
-    weights, last = 0.5 + request.goals[:, 0].abs(), is_last(rank)
+    weights, last = request.weights, is_last(rank)
     if replicas(rank) > 1:
         text = run(lambda scores, _: (scores * weights).sum() * (1 + little * last))
         assert "the gradient that reached target_logprobs has sum" in text
@@ -175,7 +177,7 @@ def test_losses_that_differ_are_refused(rank: Rank, build: BuildTrainer) -> None
         # Whoever must take unequal losses can say so, and answers for the gradients.
         trainer = build(only={"check_losses": False})
         output = trainer.forward(request.ask(target_tokens=request.targets))
-        (weighted(request, output) * (2 if last else 1)).backward()
+        (weighted_loss(request, output) * (2 if last else 1)).backward()
         trainer = build()
     observe_step(rank, trainer, mine)
 
@@ -189,7 +191,7 @@ def test_a_loss_may_leave_outputs_out(rank: Rank, build: BuildTrainer) -> None:
             request.ask(target_tokens=request.targets, hidden_states=True, top_k=3)
         )
         assert output.hidden_states is not None
-        (output.hidden_states.square().mean(1) * (0.5 + request.goals[:, 0].abs())).sum().backward()
+        (spread(output.hidden_states) * request.weights).sum().backward()
     rank.observe_gradients(trainer.named_gradients(), prefix="of states alone")
     trainer.zero_gradients()
     for request in mine:
@@ -197,7 +199,7 @@ def test_a_loss_may_leave_outputs_out(rank: Rank, build: BuildTrainer) -> None:
             request.ask(target_tokens=request.targets, hidden_states=True, top_k=3)
         )
         assert output.top_k is not None
-        (weighted(request, output) + output.top_k.values.square().mean()).backward()
+        (weighted_loss(request, output) + output.top_k.values.square().mean()).backward()
     rank.observe_gradients(trainer.named_gradients(), prefix="of scores")
 
 
@@ -208,8 +210,8 @@ def test_a_kept_graph_is_run_twice(rank: Rank, build: BuildTrainer) -> None:
     for request in mine:
         output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
         assert output.hidden_states is not None
-        both = weighted(request, output) + output.hidden_states.square().mean()
-        weighted(request, output).backward(retain_graph=True)
+        both = weighted_loss(request, output) + spread(output.hidden_states).mean()
+        weighted_loss(request, output).backward(retain_graph=True)
         both.backward(retain_graph=True)
         # Nothing in this one remembers by itself that its graph is gone.
         scale = len(request.goals)
@@ -228,7 +230,7 @@ def test_outputs_belong_to_the_caller(rank: Rank, build: BuildTrainer) -> None:
         states.mul_(1 + request.goals[:, :1].abs())
         states[3:5].add_(0.25)
         rank.observe(f"{request.name}.states", states)
-        (states[1:][request.mask].square().mean() + states[-1].sum()).backward()
+        (spread(states[1:][request.mask]).mean() + states[-1].sum()).backward()
         logprobs = trainer.forward(request.ask(target_tokens=request.targets)).target_logprobs
         assert logprobs is not None
         logprobs[2:].mul_(request.goals[2:, 0])

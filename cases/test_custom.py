@@ -9,8 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, probe_weight, requests
-from subjects.types import IGNORED, ForwardOutput
+from cases.material import (
+    AGAINST_ORACLE,
+    TOPOLOGIES,
+    factors,
+    logprobs_of,
+    normal,
+    probe_weight,
+    requests,
+    spread,
+    states_of,
+)
+from subjects.types import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,25 +65,11 @@ class Head(torch.nn.Module):
         return self.read(mixed)  # type: ignore[no-any-return]
 
 
-def _normal(rank: Rank, generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float32).to(rank.dtype)
-
-
 def _head(rank: Rank, name: str = "head") -> Head:
     """A head whose values are its own on every rank but the first, as from an unseeded start."""
     first = rank.is_reference or rank.index == 0
     generator = rank.generator(name if first else f"{name}/{rank.index}")
-    return Head(lambda *shape: _normal(rank, generator, *shape) / 6 + 0.3)
-
-
-def _logprobs(output: ForwardOutput) -> Tensor:
-    assert output.target_logprobs is not None
-    return output.target_logprobs
-
-
-def _states(output: ForwardOutput) -> Tensor:
-    assert output.hidden_states is not None
-    return output.hidden_states
+    return Head(lambda *shape: normal(rank, generator, *shape) / 6 + 0.3)
 
 
 def _observe(rank: Rank, trainer: Trainer) -> None:
@@ -91,7 +87,7 @@ def test_head_across_documents(rank: Rank, build: BuildTrainer) -> None:
     trainer = build(sharing="full")
     head = trainer.module("head", lambda: _head(rank))
     for request in rank.split(requests(rank, 3)):
-        states = _states(trainer.forward(request.ask(hidden_states=True)))
+        states = states_of(trainer.forward(request.ask(hidden_states=True)))
         read = head(states[1:][request.mask])
         scores = torch.stack([part.square().mean() for part in request.by_document(head(states))])
         loss = (read.logsumexp(0).square() * scores.softmax(0).max()).sum() + scores.logsumexp(0)
@@ -109,13 +105,13 @@ def test_value_head(rank: Rank, build: BuildTrainer) -> None:
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
         asked = request.targets != IGNORED
-        values = (value(_states(output)).sum(1) + offset)[asked]
+        values = (value(states_of(output)).sum(1) + offset)[asked]
         returns, old = request.goals[asked, 0], request.goals[asked, 1] / 4
         advantages = returns - values.detach()
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-3)
         clipped = old + (values - old).clamp(-0.5, 0.5)
         errors = torch.maximum((values - returns).square(), (clipped - returns).square())
-        loss = 0.5 * errors.mean() - (_logprobs(output)[asked] * advantages).mean()
+        loss = 0.5 * errors.mean() - (logprobs_of(output)[asked] * advantages).mean()
         rank.observe(f"{request.name}.values", values)
         rank.observe(f"{request.name}.loss", loss)
         loss.backward()
@@ -127,11 +123,11 @@ def test_head_used_twice(rank: Rank, build: BuildTrainer) -> None:
     trainer = build(sharing="full")
     head = trainer.module("head", lambda: _head(rank))
     for request in rank.split(requests(rank)):
-        states = _states(trainer.forward(request.ask(hidden_states=True)))
+        states = states_of(trainer.forward(request.ask(hidden_states=True)))
         again = head(states.flip(0) * head(states).mean())
         (head(states)[1:][request.mask].square().sum() + again.tanh().sum()).backward()
         second = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
-        (head(_states(second))[:, 0] * _logprobs(second)).sum().backward()
+        (head(states_of(second))[:, 0] * logprobs_of(second)).sum().backward()
     _observe(rank, trainer)
 
 
@@ -144,8 +140,8 @@ def test_head_of_some_batches(rank: Rank, build: BuildTrainer) -> None:
     heads = {name: trainer.module(name, partial(_head, rank, name)) for name in ("a", "b")}
     trainer.parameter("unused", lambda: probe_weight(rank))
     for request in rank.split(requests(rank, 3)):
-        states = _states(trainer.forward(request.ask(hidden_states=True)))
-        loss = states.square().mean()
+        states = states_of(trainer.forward(request.ask(hidden_states=True)))
+        loss = spread(states).mean()
         if request.name != "third":
             head = heads["a" if request.name == "first" else "b"]
             loss = loss + head(states)[1:][request.mask].tanh().square().sum()
@@ -158,7 +154,7 @@ def test_shared_parameter_has_one_gradient(rank: Rank, build: BuildTrainer) -> N
     trainer = build(sharing="full")
     head = trainer.module("head", lambda: _head(rank))
     for request in rank.split(requests(rank)):
-        head(_states(trainer.forward(request.ask(hidden_states=True)))).square().sum().backward()
+        head(states_of(trainer.forward(request.ask(hidden_states=True)))).square().sum().backward()
     named = {name: gradient for name, gradient, _ in trainer.named_gradients()}
     names = [name for name in named if name.startswith("head.")]
     rank.observe("gradients", len(names))
@@ -194,26 +190,16 @@ def test_buffers_are_not_trained(rank: Rank, build: BuildTrainer) -> None:
     head = trainer.module("head", lambda: _head(rank))
     shift = trainer.buffer("shift", lambda: probe_weight(rank)[:, 0])
     for request in rank.split(requests(rank)):
-        states = _states(trainer.forward(request.ask(hidden_states=True)))
+        states = states_of(trainer.forward(request.ask(hidden_states=True)))
         head(states + shift)[1:][request.mask].tanh().sum().backward()
     rank.observe("buffers", {"shift": shift.grad, "scale": head.scale.grad})
     _observe(rank, trainer)
 
 
-def _factor(rank: Rank, name: str) -> Callable[[str, tuple[int, ...]], Tensor]:
-    """Factors of a slot: all of them other than zero."""
-
-    def make(factor: str, shape: tuple[int, ...]) -> Tensor:
-        generator = rank.generator(f"{name}/{factor}")
-        return _normal(rank, generator, *shape) / 5
-
-    return make
-
-
 def _read(
     rank: Rank, trainer: Trainer, request: Request, head: torch.nn.Module, slot: str | None
 ) -> None:
-    states = _states(trainer.forward(request.ask(hidden_states=True, slot=slot)))
+    states = states_of(trainer.forward(request.ask(hidden_states=True, slot=slot)))
     read = head(states)[1:][request.mask]
     rank.observe(f"{request.name}.{slot}.read", read)
     read.tanh().square().sum().backward()
@@ -224,7 +210,7 @@ def test_heads_of_slots(rank: Rank, build: BuildTrainer) -> None:
     trainer = build(sharing="full")
     heads: dict[str | None, torch.nn.Module] = {None: trainer.module("head", lambda: _head(rank))}
     for name in ("one", "two"):
-        trainer.add_slot(name, rank=2, targets=("q_proj", "down_proj"), factory=_factor(rank, name))
+        trainer.add_slot(name, rank=2, targets=("q_proj", "down_proj"), factory=factors(rank, name))
         heads[name] = trainer.module("head", partial(_head, rank, name), slot=name)
     for request in rank.split(requests(rank)):
         for slot in ("one", "two") if request.name == "first" else ("two", None):
@@ -236,15 +222,15 @@ def test_heads_of_slots(rank: Rank, build: BuildTrainer) -> None:
 def test_head_of_a_replaced_slot_is_stale(rank: Rank, build: BuildTrainer) -> None:
     """A head that outlives its slot's weights is refused; the new one's is trained alone."""
     trainer = build(sharing="full")
-    trainer.add_slot("one", rank=2, targets=("q_proj",), factory=_factor(rank, "old"))
+    trainer.add_slot("one", rank=2, targets=("q_proj",), factory=factors(rank, "old"))
     old = trainer.module("head", lambda: _head(rank, "old"), slot="one")
     probe = trainer.parameter("probe", lambda: probe_weight(rank), slot="one")
     trainer.remove_slot("one")
-    trainer.add_slot("one", rank=3, targets=("o_proj",), factory=_factor(rank, "new"))
+    trainer.add_slot("one", rank=3, targets=("o_proj",), factory=factors(rank, "new"))
     head = trainer.module("head", lambda: _head(rank, "new"), slot="one")
     request = requests(rank)[0]
     if not rank.is_reference:
-        states = _states(trainer.forward(request.ask(hidden_states=True, no_grad=True)))
+        states = states_of(trainer.forward(request.ask(hidden_states=True, no_grad=True)))
         uses: list[Callable[[Tensor], Tensor]] = [old, old.left, lambda rows: rows @ probe]
         for use in uses:
             with pytest.raises(RuntimeError, match="was used after"):

@@ -6,41 +6,31 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, probe_weight, requests
+from cases.material import (
+    AGAINST_ORACLE,
+    TOPOLOGIES,
+    logprobs_of,
+    probe_weight,
+    requests,
+    spread,
+    states_of,
+)
 from oracles.analytic import probe_gradient, probe_loss
-from subjects.types import ForwardOutput
 
 if TYPE_CHECKING:
     from cases.conftest import BuildTrainer
-    from cases.material import Request
     from shardproof import Rank
     from subjects.protocol import Trainer
 
 pytestmark = pytest.mark.parity(*TOPOLOGIES, **AGAINST_ORACLE, reference_ignores=["sharing"])
 
 
-def _logprobs(output: ForwardOutput) -> Tensor:
-    assert output.target_logprobs is not None
-    return output.target_logprobs
-
-
-def _states(output: ForwardOutput) -> Tensor:
-    assert output.hidden_states is not None
-    return output.hidden_states
-
-
-def _weights(request: Request) -> Tensor:
-    """Unequal weights of rows, so that no two rows can change places unseen."""
-    return 0.5 + request.goals[:, 0].abs()
-
-
 def test_decoder_and_head_gradients(rank: Rank, trainer: Trainer) -> None:
     """Each row's gradient reaches its owner once, unscaled; replicated weights are summed."""
     for request in rank.split(requests(rank, 3)):
         output = trainer.forward(request.ask(target_tokens=request.targets))
-        (_logprobs(output) * _weights(request)).sum().neg().backward()
+        (logprobs_of(output) * request.weights).sum().neg().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 
@@ -48,8 +38,10 @@ def test_nonlinear_loss_across_items(rank: Rank, trainer: Trainer) -> None:
     """A loss that no shard could compute: documents of a batch compete with one another."""
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
-        scores = torch.stack([part.mean() for part in request.by_document(_logprobs(output))])
-        norms = torch.stack([part.square().mean() for part in request.by_document(_states(output))])
+        scores = torch.stack([part.mean() for part in request.by_document(logprobs_of(output))])
+        norms = torch.stack(
+            [spread(part).mean() for part in request.by_document(states_of(output))]
+        )
         loss = (scores.softmax(0) * norms).sum() + scores.logsumexp(0)
         rank.observe(f"{request.name}.loss", loss)
         loss.backward()
@@ -60,8 +52,8 @@ def test_masked_readout_gradients(rank: Rank, trainer: Trainer) -> None:
     """Backward of ``hidden_states[1:][mask]`` with a gradient that differs from row to row."""
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(hidden_states=True))
-        rows = _states(output)[1:][request.mask]
-        (rows.square().mean(1) * _weights(request)[1:][request.mask]).sum().backward()
+        rows = states_of(output)[1:][request.mask]
+        (spread(rows) * request.weights[1:][request.mask]).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 
@@ -70,7 +62,7 @@ def test_logits_gradients(rank: Rank, trainer: Trainer) -> None:
     for request in rank.split(requests(rank)):
         logits = trainer.forward(request.ask(logits=True)).logits
         assert logits is not None
-        (logits.log_softmax(-1)[:, ::7] * _weights(request)[:, None]).sum().backward()
+        (logits.log_softmax(-1)[:, ::7] * request.weights[:, None]).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 
@@ -79,7 +71,7 @@ def test_top_k_value_gradients(rank: Rank, trainer: Trainer) -> None:
     for request in rank.split(requests(rank)):
         top = trainer.forward(request.ask(top_k=4)).top_k
         assert top is not None
-        (top.values.square() * _weights(request)[:, None]).sum().backward()
+        (top.values.square() * request.weights[:, None]).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 
@@ -88,7 +80,7 @@ def test_probe_gradient(rank: Rank, trainer: Trainer) -> None:
     probe = trainer.parameter("probe", lambda: probe_weight(rank))
     seen = []
     for request in rank.split(requests(rank)):
-        states = _states(trainer.forward(request.ask(hidden_states=True)))[1:][request.mask]
+        states = states_of(trainer.forward(request.ask(hidden_states=True)))[1:][request.mask]
         goals = request.goals[1:][request.mask]
         probe_loss(states, probe, goals).backward()
         seen.append((states.detach(), goals))
@@ -106,8 +98,8 @@ def test_empty_shard_gradients(rank: Rank, build: BuildTrainer, sharing: str) ->
     probe = trainer.parameter("probe", lambda: probe_weight(rank))
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
-        read = probe_loss(_states(output), probe, request.goals)
-        (read - (_logprobs(output) * _weights(request)).sum()).backward()
+        read = probe_loss(states_of(output), probe, request.goals)
+        (read - (logprobs_of(output) * request.weights).sum()).backward()
     rank.observe_gradients(trainer.named_gradients())
 
 
@@ -117,8 +109,8 @@ def test_frozen_decoder(rank: Rank, trainer: Trainer) -> None:
     probe = trainer.parameter("probe", lambda: probe_weight(rank))
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
-        read = probe_loss(_states(output), probe, request.goals)
-        (read - (_logprobs(output) * _weights(request)).sum()).backward()
+        read = probe_loss(states_of(output), probe, request.goals)
+        (read - (logprobs_of(output) * request.weights).sum()).backward()
     rank.observe_gradients(trainer.named_gradients())
 
 
@@ -127,7 +119,7 @@ def test_frozen_head(rank: Rank, trainer: Trainer) -> None:
     trainer.freeze("head")
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(target_tokens=request.targets))
-        (_logprobs(output) * _weights(request)).sum().backward()
+        (logprobs_of(output) * request.weights).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 
@@ -136,7 +128,7 @@ def test_tied_embeddings(rank: Rank, build: BuildTrainer, sharing: str) -> None:
     trainer = build(sharing=sharing, tied=True)
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(target_tokens=request.targets))
-        (_logprobs(output) * _weights(request)).sum().backward()
+        (logprobs_of(output) * request.weights).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 
@@ -144,9 +136,9 @@ def test_gradients_accumulate(rank: Rank, trainer: Trainer) -> None:
     """Two forwards of each batch, one of them through the states, add up before one reduction."""
     for request in rank.split(requests(rank)):
         first = trainer.forward(request.ask(target_tokens=request.targets))
-        (_logprobs(first) * _weights(request)).sum().backward()
+        (logprobs_of(first) * request.weights).sum().backward()
         second = trainer.forward(request.ask(hidden_states=True))
-        _states(second).square().mean().backward()
+        spread(states_of(second)).mean().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 
@@ -156,7 +148,7 @@ def test_gradients_after_zeroing(rank: Rank, trainer: Trainer) -> None:
         trainer.zero_gradients()
         for request in rank.split(requests(rank)):
             output = trainer.forward(request.ask(target_tokens=request.targets))
-            (_logprobs(output) * _weights(request) * (step + 1)).sum().backward()
+            (logprobs_of(output) * request.weights * (step + 1)).sum().backward()
         rank.observe_gradients(trainer.named_gradients(), prefix=f"step{step}")
 
 
@@ -166,6 +158,6 @@ def test_gradients_are_reduced_once(rank: Rank, build: BuildTrainer) -> None:
     trainer = build()
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(target_tokens=request.targets))
-        (_logprobs(output) * _weights(request)).sum().backward()
+        (logprobs_of(output) * request.weights).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
     rank.observe_gradients(trainer.named_gradients(), prefix="again")

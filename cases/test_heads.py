@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, VOCABULARY, multi_targets, requests
+from cases.material import AGAINST_ORACLE, TOPOLOGIES, VOCABULARY, multi_targets, requests, spread
 
 if TYPE_CHECKING:
     from cases.conftest import BuildTrainer
@@ -52,9 +52,9 @@ def _joint_loss(values: dict[str, Tensor], request: Request) -> Tensor:
         values["top_values"].square().mean(1),
         values["entropy"],
         values["logits"].tanh().mean(1),
-        values["hidden_states"].square().mean(1),
+        spread(values["hidden_states"]),
     ]
-    weights = 0.5 + request.goals[:, 0].abs()
+    weights = request.weights
     return sum(
         ((1 + one.tanh()) * other * weights).sum()
         for one, other in zip(rows, rows[1:] + rows[:1], strict=True)

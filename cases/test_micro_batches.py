@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, Request, make_request
-from subjects.types import IGNORED, ForwardInput, ForwardOutput, Nested
+from cases.material import AGAINST_ORACLE, TOPOLOGIES, Request, make_request, normal, weighted_loss
+from subjects.types import IGNORED, ForwardInput, Nested
 
 if TYPE_CHECKING:
     from cases.conftest import BuildTrainer
@@ -40,12 +40,6 @@ def asked(requests: Sequence[Request]) -> list[ForwardInput]:
     return [request.ask(target_tokens=request.targets) for request in requests]
 
 
-def scored(request: Request, output: ForwardOutput) -> Tensor:
-    """The sum of weighted log-probabilities of one micro-batch, not yet divided by any count."""
-    assert output.target_logprobs is not None
-    return -(output.target_logprobs * (0.5 + request.goals[:, 0].abs())).sum()
-
-
 def tokens(requests: Sequence[Request]) -> int:
     """Targets that count."""
     return sum(int((request.targets != IGNORED).sum()) for request in requests)
@@ -57,7 +51,7 @@ def one_batch(trainer: Trainer, requests: Sequence[Request]) -> tuple[Tensor, in
     targets = torch.cat([request.targets for request in requests])
     output = trainer.forward(ForwardInput(documents, targets))
     assert output.target_logprobs is not None
-    weights = torch.cat([0.5 + request.goals[:, 0].abs() for request in requests])
+    weights = torch.cat([request.weights for request in requests])
     count = tokens(requests)
     loss = -(output.target_logprobs * weights).sum() / count
     loss.backward()
@@ -71,7 +65,7 @@ def accumulated(rank: Rank, trainer: Trainer, requests: Sequence[Request]) -> tu
     for micro in trainer.forward_micro_batches(asked(requests), yield_empty=True):
         if micro.index is None:
             continue
-        loss = scored(requests[micro.index], micro.output) / count
+        loss = weighted_loss(requests[micro.index], micro.output) / count
         loss.backward()
         total += loss.detach()
     return trainer.dp_reduce(total), count
@@ -152,8 +146,7 @@ def test_elements_choose_their_slots(rank: Rank, build: BuildTrainer) -> None:
     trainer = build(sharing="full")
 
     def factor(name: str, shape: tuple[int, ...]) -> Tensor:
-        drawn = torch.randn(shape, generator=rank.generator(name), dtype=torch.float32)
-        return drawn.to(rank.dtype) / 4
+        return normal(rank, rank.generator(name), *shape) / 4
 
     trainer.freeze("base")
     trainer.add_slot("policy", rank=3, targets=("q_proj", "down_proj"), factory=factor)
@@ -169,7 +162,7 @@ def test_elements_choose_their_slots(rank: Rank, build: BuildTrainer) -> None:
     for micro in trainer.forward_micro_batches(inputs):
         assert micro.index is not None
         request = every[micro.index]
-        scores = {name: scored(request, output) for name, output in micro.output.items()}
+        scores = {name: weighted_loss(request, output) for name, output in micro.output.items()}
         rank.observe(f"element{micro.index}", scores)
         margin = (scores["policy"] - scores["bare"]) / len(request.goals)
         (margin.exp() + scores["critic"].square() / 100).backward()
@@ -187,7 +180,7 @@ def test_inputs_of_this_rank_alone(rank: Rank, build: BuildTrainer) -> None:
         for at, request in enumerate(own):
             name = f"step{step}.{request.name}"
             rank.observe(f"{name}.states", answered["states"][at].hidden_states)
-            loss = scored(request, answered["scores"][at])
+            loss = weighted_loss(request, answered["scores"][at])
             rank.observe(f"{name}.loss", loss)
             loss.backward()
     assert trainer.dp_rank_forward([]) == []

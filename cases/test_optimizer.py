@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, probe_weight, requests
+from cases.material import AGAINST_ORACLE, TOPOLOGIES, factors, normal, probe_weight, requests
 
 if TYPE_CHECKING:
     from cases.conftest import BuildTrainer
@@ -36,19 +36,14 @@ def _limited(options: OptimizerOptions, max_norm: float) -> OptimizerOptions:
     return {**options, "max_norm": max_norm}
 
 
-def _normal(rank: Rank, name: str, *shape: int) -> Tensor:
-    generator = rank.generator(name)
-    return torch.randn(*shape, generator=generator, dtype=torch.float32).to(rank.dtype)
+def _drawn(rank: Rank, name: str, *shape: int) -> Tensor:
+    return normal(rank, rank.generator(name), *shape)
 
 
 def _slot(rank: Rank, trainer: Trainer, slot: str, *, targets: Sequence[str] = TARGETS) -> None:
     """A slot of rank 2 whose factors are all other than zero, and a bias that it owns."""
-
-    def factor(name: str, shape: tuple[int, ...]) -> Tensor:
-        return _normal(rank, f"{slot}/{name}", *shape) / 5
-
-    trainer.add_slot(slot, rank=2, alpha=3.0, targets=targets, factory=factor)
-    trainer.parameter("bias", partial(_normal, rank, f"{slot}/bias", 3), slot=slot)
+    trainer.add_slot(slot, rank=2, alpha=3.0, targets=targets, factory=factors(rank, slot))
+    trainer.parameter("bias", partial(_drawn, rank, f"{slot}/bias", 3), slot=slot)
 
 
 def _losses(
@@ -74,7 +69,7 @@ def _losses(
             read = output.hidden_states @ own["probe"]
             if slot is not None:
                 read = read + own[f"{slot}/bias"]
-            weights = 0.5 + request.goals[:, 0].abs()
+            weights = request.weights
             loss = (read - request.goals)[1:][request.mask].tanh().square().sum()
             loss = loss - (output.target_logprobs * weights).sum() / 8
             (loss * scales[slot]).backward()
@@ -180,7 +175,7 @@ def test_parameters_without_gradient_are_left_alone(rank: Rank, build: BuildTrai
     """No decay of what nobody used, nor of a slot at rest; the second step wakes it."""
     trainer = build(sharing="full", layers=1)
     _probe(rank, trainer)
-    resting = trainer.parameter("resting", partial(_normal, rank, "resting", 4))
+    resting = trainer.parameter("resting", partial(_drawn, rank, "resting", 4))
     _slot(rank, trainer, "one", targets=("q_proj",))
     _slot(rank, trainer, "two", targets=("o_proj",))
     optimizer = trainer.optimizer("adamw", **_limited(ADAMW, 0.8))
@@ -231,7 +226,7 @@ def test_forward_follows_the_step(rank: Rank, build: BuildTrainer) -> None:
         _observe(rank, trainer, optimizer, optimizer.step(), step)
         trainer.zero_gradients()
         if late is None:
-            late = trainer.parameter("late", partial(_normal, rank, "late", 5), slot="one")
+            late = trainer.parameter("late", partial(_drawn, rank, "late", 5), slot="one")
         for request in rank.split(requests(rank)):
             output = trainer.forward(
                 request.ask(target_tokens=request.targets, hidden_states=True, slot="one")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, VOCABULARY, multi_targets, requests
+from cases.material import AGAINST_ORACLE, TOPOLOGIES, VOCABULARY, multi_targets, requests, spread
 from subjects.types import IGNORED, ForwardInput
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def test_all_targets_ignored(rank: Rank, trainer: Trainer) -> None:
         assert output.hidden_states is not None
         rank.observe(f"{request.name}.logprobs", output.target_logprobs, exact=True, zero=True)
         # The states keep the graph alive, so that gradients exist.
-        (output.target_logprobs.sum() + output.hidden_states.square().mean()).backward()
+        (output.target_logprobs.sum() + spread(output.hidden_states).mean()).backward()
     rank.observe_gradients(
         triple for triple in trainer.named_gradients() if triple[0].startswith("model.layers.0")
     )

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases.material import AGAINST_ORACLE, TOPOLOGIES, make_request, requests
-from subjects.types import ForwardOutput
+from cases.material import AGAINST_ORACLE, TOPOLOGIES, make_request, requests, spread
+from subjects.types import TARGETS, ForwardOutput
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,16 +29,6 @@ _OPTIONS: dict[str, Any] = {
 pytestmark = pytest.mark.parity(*TOPOLOGIES, **_OPTIONS)
 _EITHER_SHARING = pytest.mark.parity(*TOPOLOGIES, **_OPTIONS, reference_ignores=["sharing"])
 
-TARGETS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "lm_head",
-)
 # Odd ranks, of which none divides another; scales that no mistake makes equal.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "wide": {"rank": 5, "alpha": 7, "targets": TARGETS, "seed": 1},
@@ -61,12 +51,12 @@ def _load(trainer: Trainer, adapter: Adapter, *names: str) -> None:
 
 def _loss(output: ForwardOutput, request: Request) -> Tensor:
     """Of log-probabilities and states, with unequal weights of rows."""
-    weights = 0.5 + request.goals[:, 0].abs()
+    weights = request.weights
     loss = torch.zeros((), dtype=weights.dtype)
     if output.target_logprobs is not None:
         loss = loss - (output.target_logprobs * weights).sum()
     if output.hidden_states is not None:
-        loss = loss + (output.hidden_states.square().mean(1) * weights).sum()
+        loss = loss + (spread(output.hidden_states) * weights).sum()
     return loss
 
 

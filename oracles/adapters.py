@@ -17,16 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TARGETS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "lm_head",
-)
+from subjects.types import TARGETS
 
 
 def write_adapter(

@@ -34,8 +34,9 @@ class CustomParts:
 
     def buffer(self, name: str, factory: Callable[[], Tensor], slot: str | None) -> Tensor:
         """The tensor, in the dtype of the run if it is floating."""
-        value = factory().detach().to(device=self.device, copy=True)
-        made = value.to(self.dtype) if value.is_floating_point() else value
+        value = factory().detach()
+        dtype = self.dtype if value.is_floating_point() else value.dtype
+        made = value.to(device=self.device, dtype=dtype, copy=True)
         self._parts[slot, name] = made
         return made
 

@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from oracles import batches
-from oracles.adapters import TARGETS, Adapters, checkpoint_name
+from oracles.adapters import Adapters, checkpoint_name
 from oracles.custom import CustomParts
 from oracles.optimizer import TorchOptimizer
 from oracles.precise import keep_float64
 from subjects.protocol import OptimizerOptions, OwnModule, Placement, RankContext, ReduceOp, Value
 from subjects.types import (
     IGNORED,
+    TARGETS,
     ForwardInput,
     ForwardOutput,
     LocalLogits,

@@ -16,6 +16,18 @@ from torch import Tensor
 IGNORED = -100
 """The target that asks for no log-probability; its output is exactly 0."""
 
+TARGETS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "lm_head",
+)
+"""The projections that an adapter can change, in the order of a layer."""
+
 Tokens = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 Targets = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 

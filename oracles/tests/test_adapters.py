@@ -16,12 +16,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
-from oracles.adapters import TARGETS, write_adapter
+from oracles.adapters import write_adapter
 from oracles.checkpoints import tiny_checkpoint
 from oracles.tests.watch import LowerPrecision
 from oracles.transformers_oracle import TransformersTrainer
 from subjects.tests.worlds import TestRank
-from subjects.types import ForwardInput
+from subjects.types import TARGETS, ForwardInput
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "a": {"rank": 3, "alpha": 5, "targets": TARGETS, "seed": 1},

@@ -75,11 +75,11 @@ def test_no_grad_and_frozen_parts(oracle: TransformersTrainer) -> None:
 
 
 def test_what_the_oracle_refuses(oracle: TransformersTrainer) -> None:
-    with pytest.raises(ValueError, match="has no slots"):
+    with pytest.raises(ValueError, match="the oracle has"):
         oracle.forward(ForwardInput([1], slot="a"))
     with pytest.raises(ValueError, match="outside the vocabulary of 131"):
         oracle.forward(ForwardInput([131]))
-    with pytest.raises(ValueError, match="expected 'decoder' or 'head'"):
+    with pytest.raises(ValueError, match="expected 'decoder', 'head' or 'base'"):
         oracle.freeze("norms")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected sum, max or min"):
         oracle.dp_reduce(1.0, "mean")  # type: ignore[arg-type]

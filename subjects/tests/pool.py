@@ -12,9 +12,6 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-import torch.distributed as dist
-
 from shardproof.topology import parse_topology
 from subjects.tests import worlds
 
@@ -138,18 +135,13 @@ def _serve(
     index: int, topology: str, store: Path, setup: Setup, directory: Path, pipe: Connection
 ) -> None:
     """What a rank does: answer until the other end of ``pipe`` is gone."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    size = parse_topology(topology).world_size
     worker: Worker | None = None
 
     def answer() -> Any:
         nonlocal worker
         if worker is not None:
             return worker(pipe.recv())
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(str(store), size), rank=index, world_size=size
-        )
+        worlds.join(index, store, ranks=parse_topology(topology).world_size)
         worker = setup(worlds.make_rank(topology), directory)
         return None
 

@@ -116,7 +116,7 @@ def disagreements(rank: Any) -> None:
         ),
         "Tanh.*ReLU": ("module", "w", of(torch.nn.Tanh(), torch.nn.ReLU())),
         "parameter bias": ("module", "w", lambda: torch.nn.Linear(2, 2, bias=not odd)),
-        "expected a name": ("buffer", "/" if odd else "w", lambda: torch.ones(2)),
+        "out of step.*'/'": ("buffer", "/" if odd else "w", lambda: torch.ones(2)),
     }
     parts = _parts(rank)
     for words, (kind, name, factory) in ways.items():

@@ -19,10 +19,8 @@ from subjects.trainer import TrainerRank, precision, rope
 
 def lowered(alone: Any, directory: Path) -> set[str]:
     trainer = TrainerRank.build(tiny_checkpoint(directory), alone, sharing="full")
-    # The probe is drawn in float32 before it becomes a parameter of the run.
-    probe = trainer.parameter("probe", lambda: torch.zeros(scenario.HIDDEN, 3)).data
-    trainer.custom.clear()
-    scenario_probe = torch.randn(probe.shape, dtype=torch.float64)
+    # The scenario draws its probe in float32.
+    scenario_probe = torch.randn(scenario.HIDDEN, 3, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch, LowerPrecision() as watch:
         patch.setattr(scenario, "_probe", lambda: scenario_probe)
         scenario.step(trainer, list(enumerate(scenario.requests())))

@@ -156,7 +156,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from cases.conftest import build, checkpoint, sharing, trainer  # noqa: F401
+from cases.conftest import *  # noqa: F403
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subjects.trainer import adapters
-from subjects.trainer.adapters import TARGETS, AdapterFile, adapter_config, read_config, write
+from subjects.trainer.adapters import AdapterFile, adapter_config, read_config, write
+from subjects.types import TARGETS
 
 NAME = "model.layers.0.self_attn.q_proj.lora_A"
 

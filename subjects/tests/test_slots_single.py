@@ -18,7 +18,7 @@ from oracles.adapters import write_adapter
 from oracles.checkpoints import tiny_checkpoint
 from oracles.transformers_oracle import TransformersTrainer
 from subjects.trainer import ForwardInput, TrainerRank
-from subjects.trainer.adapters import TARGETS
+from subjects.types import TARGETS
 
 
 @pytest.fixture(scope="module")
@@ -213,15 +213,20 @@ def test_restoring_keeps_the_parameters_and_their_gradients(
         assert value.grad is grads[name]
 
 
-def test_replacing_and_removing_are_told(trainer: TrainerRank, adapter: Path) -> None:
+def test_replacing_restoring_and_removing_are_told(trainer: TrainerRank, adapter: Path) -> None:
     told: list[tuple[str, str]] = []
     trainer.adapters.on_replace.append(lambda *what: told.append(what))
     trainer.load_slot("a", adapter)
     trainer.add_slot("b")
     assert told == []
     trainer.load_slot("a", adapter)
+    trainer.restore_slot("a", trainer.snapshot_slot("a"))
     trainer.remove_slot("b")
-    assert told == [("a", "slot 'a' was replaced"), ("b", "slot 'b' was removed")]
+    assert told == [
+        ("a", "slot 'a' was replaced"),
+        ("a", "slot 'a' was restored"),
+        ("b", "slot 'b' was removed"),
+    ]
 
 
 def test_gradients_of_what_left_are_gone(trainer: TrainerRank, adapter: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_frozen_part_has_no_gradient_and_the_rest_has_the_same(
 
 
 def test_freeze_knows_its_parts(trainer: TrainerRank) -> None:
-    with pytest.raises(ValueError, match="expected 'decoder' or 'head'"):
+    with pytest.raises(ValueError, match="expected 'decoder', 'head' or 'base'"):
         trainer.freeze("norms")  # type: ignore[arg-type]
 
 
@@ -162,7 +162,7 @@ def test_what_a_trainer_refuses(trainer: TrainerRank) -> None:
         trainer.forward(ForwardInput([131]))
     trainer.parameter("probe", lambda: torch.zeros(2))
     for name in ("probe", "model.norm.weight"):
-        with pytest.raises(ValueError, match="the name is taken"):
+        with pytest.raises(ValueError, match="is taken; give each its own"):
             trainer.parameter(name, lambda: torch.zeros(2))
 
 

@@ -84,10 +84,16 @@ def spawn(body: Callable[[Path], None], directory: Path, *, ranks: int) -> None:
 
 
 def _run(index: int, body: Callable[[Path], None], directory: Path, ranks: int) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(directory / "ranks"), ranks)
-    dist.init_process_group("gloo", store=store, rank=index, world_size=ranks)
+    join(index, directory / "ranks", ranks=ranks)
     body(directory)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def join(index: int, store: Path, *, ranks: int) -> None:
+    """Make this process, on one thread, rank ``index`` of a world that meets in ``store``."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), ranks), rank=index, world_size=ranks
+    )

@@ -20,17 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from subjects.trainer.weights import bounds
+from subjects.types import TARGETS
 
-TARGETS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "lm_head",
-)
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 

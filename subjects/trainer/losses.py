@@ -65,7 +65,7 @@ class Outputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.watched = watched
         # Torch frees what is saved with the graph, so this shows whether the graph is there.
-        ctx.save_for_backward(torch.empty(0))
+        ctx.save_for_backward(torch.empty(0, dtype=torch.int64))
         # Not views: the caller may change an output in place.
         return tuple(output.detach() for output in outputs)
 

@@ -56,14 +56,18 @@ def owner_of(value: Tensor) -> Owner | None:
     return found if isinstance(found, Owner) else None
 
 
-def _run(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+def _checked(
+    cls: type,  # noqa: ARG001
+    func: Callable[..., Any],
+    types: Iterable[type],  # noqa: ARG001
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Run an operation as on plain tensors, whose results are plain."""
+    """Refuse stale tensors, and run as on plain ones, whose results are plain."""
     named = kwargs or {}
     check_fresh((*args, *named.values()))
     with torch._C.DisableTorchFunctionSubclass():
-        return function(*args, **named)
+        return func(*args, **named)
 
 
 def _describe(value: Tensor) -> str:
@@ -80,16 +84,7 @@ class CustomParameter(torch.nn.Parameter):
     parameters, which belong to nobody.
     """
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Check, and run as on plain tensors."""
-        return _run(func, args, kwargs)
+    __torch_function__: Any = classmethod(_checked)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """A plain parameter with the same values."""
@@ -112,16 +107,7 @@ class CustomBuffer(Tensor):
     Copies and pickles are plain tensors.
     """
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Check, and run as on plain tensors."""
-        return _run(func, args, kwargs)
+    __torch_function__: Any = classmethod(_checked)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain tensor with the same values."""

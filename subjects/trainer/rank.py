@@ -25,7 +25,6 @@ from subjects.trainer import (
     shims,
     weights,
 )
-from subjects.trainer.adapters import TARGETS
 from subjects.trainer.architecture import Architecture, read_architecture
 from subjects.trainer.attention import ATTENTION_BLOCK, AttentionOptions, Exchange
 from subjects.trainer.custom import CustomParts
@@ -37,7 +36,7 @@ from subjects.trainer.packing import Sharing
 from subjects.trainer.plan import LocalRows, PlanPolicy
 from subjects.trainer.reductions import Groups
 from subjects.trainer.slots import Factory, Slots, SlotSnapshot
-from subjects.types import ForwardInput, ForwardOutput, MicroBatch, Nested, check_request
+from subjects.types import TARGETS, ForwardInput, ForwardOutput, MicroBatch, Nested, check_request
 
 
 class TrainerRank:
@@ -289,7 +288,6 @@ class TrainerRank:
             ValueError: on every rank: no such slot, or a snapshot of another configuration.
         """
         self.adapters.restore(name, snapshot)
-        self.custom.retire(name, f"slot {name!r} was restored")
 
     def remove_slot(self, name: str) -> None:
         """Forget a slot, its gradients and what it owns; a collective of all ranks.

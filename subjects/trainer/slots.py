@@ -75,9 +75,9 @@ class SlotSnapshot:
 class Slots:
     """The adapters of one model on this rank.
 
-    ``on_replace`` are called with the name of a slot that is replaced or removed, and with what
-    happened to it. ``base_model`` is written into saved adapters, for readers that load the base
-    by it.
+    ``on_replace`` are called with the name of a slot that is replaced, restored or removed, and
+    with what happened to it. ``base_model`` is written into saved adapters, for readers that load
+    the base by it.
     """
 
     def __init__(
@@ -229,6 +229,7 @@ class Slots:
         with torch.no_grad():
             for factor, value in self._slots[name].values.items():
                 value.copy_(snapshot.values[factor])
+        self._retire(name, "restored")
 
     def remove(self, name: str) -> None:
         """Forget a slot; see ``TrainerRank.remove_slot``."""

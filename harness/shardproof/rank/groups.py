@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.rank import gloo
 from shardproof.topology import Topology
 
 # The controller ends a hang, with every rank's stack; a group that gives up first would hide it.
@@ -71,6 +72,7 @@ class RankGroups:
         ``rendezvous`` is a private directory of this fleet.
         """
         _watch_point_to_point()
+        gloo.share_device()
         if self.world is None:
             dist.init_process_group(
                 "gloo",
