@@ -248,13 +248,16 @@ def _check_sizes(settings: Settings, keyword: str, sizes: object) -> None:
         )
 
 
-def ask_for_rank(collector: pytest.Collector, obj: object) -> None:
+def ask_for_rank(collector: pytest.Collector, name: str, obj: object) -> None:
     """Make a parity test use the ``rank`` fixture even when it asks for it through none.
 
-    Raises:
-        CaseError: the test is a unittest method, which can't be parametrized.
+    A mark of a module or class reaches its tests alone: not the fixtures and helpers in it.
     """
     if not inspect.isroutine(obj) or not any(_markers(collector, obj)):
+        return
+    if isinstance(collector, pytest.Module | pytest.Class) and not collector.istestfunction(
+        obj, name
+    ):
         return
     cls = getattr(collector, "cls", None) or getattr(getattr(collector, "parent", None), "cls", 0)
     if isinstance(cls, type) and issubclass(cls, unittest.TestCase):

@@ -110,9 +110,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> None:
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
     """A parity test has the rank fixture whether or not its signature says so."""
-    ask_for_rank(collector, obj)
+    ask_for_rank(collector, name, obj)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -51,6 +51,60 @@ def test_ids_carry_the_canonical_topology_first(pytester: pytest.Pytester) -> No
     ]
 
 
+def test_a_mark_of_a_module_reaches_its_tests_alone(pytester: pytest.Pytester) -> None:
+    """Fixtures, helpers and imported functions beside them are left as they are."""
+    pytester.makepyfile(
+        aid="""
+        def imported():
+            pass
+        """,
+        test_it="""
+        import pytest
+        from aid import imported
+
+        pytestmark = pytest.mark.parity("cp2")
+
+        @pytest.fixture
+        def trainer(rank):
+            return rank
+
+        def helper():
+            pass
+
+        def test_through_a_fixture(trainer):
+            raise RuntimeError("no rank may start")
+
+        class TestGroup:
+            @pytest.fixture
+            def own(self, rank):
+                return rank
+
+            def test_method(self, own):
+                raise RuntimeError("no rank may start")
+
+        def test_unmarked():
+            raise RuntimeError("no rank may start")
+        """,
+        test_other="""
+        import test_it
+
+        def test_marks():
+            assert not hasattr(test_it.imported, "pytestmark")
+            assert not hasattr(test_it.helper, "pytestmark")
+        """,
+    )
+    result = pytester.runpytest("--collect-only", "-q")
+    assert _ids(result) == [
+        "test_it.py::test_through_a_fixture[cp2]",
+        "test_it.py::TestGroup::test_method[cp2]",
+        "test_it.py::test_unmarked[cp2]",
+        "test_other.py::test_marks",
+    ]
+    pytester.runpytest("test_other.py", "test_it.py", "-k", "marks").assert_outcomes(
+        passed=1, deselected=3
+    )
+
+
 def test_topology_option_replaces_what_cases_declare(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=CASES)
     result = pytester.runpytest(
