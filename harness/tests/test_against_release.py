@@ -141,7 +141,9 @@ def test_a_release_without_what_is_declared(pytester: pytest.Pytester, index: Pa
     result = pytester.runpytest("--against", "other==1.0")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     said = " ".join(result.stderr.str().split())
-    assert "src/mine (shardproof_subject) is imported as mine, and other 1.0 installs other" in said
+    # The rootdir is on the import path too, since the case lies in it.
+    names = "src/mine (shardproof_subject) is imported as src.mine or mine"
+    assert f"{names}, and other 1.0 installs other" in said
 
 
 def test_cases_run_on_a_release(pytester: pytest.Pytester, index: Path) -> None:
@@ -177,5 +179,5 @@ def test_version(rank):
         "package": "mine",
         "version": "1.2.3",
     }
-    said = cells_of(pytester.path)["test_version cp2"]["against"]["there"]["text"]
-    assert "expected 1 3 0" in said or "1 2 3" in said
+    there = cells_of(pytester.path)["test_version cp2"]["against"]["there"]
+    assert there["how"] == "verdict"

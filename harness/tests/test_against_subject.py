@@ -136,7 +136,7 @@ class TestNames:
         assert found == [("space.utils", "/there")]
 
     def test_data_survives_json(self) -> None:
-        subject = Subject("REV", (("/a", "/b"),), (("mine", "/b"),), ("/a/tests",))
+        subject = Subject("REV", (("/a", "/b"),), (("mine", "/b"),), ("/a/tests",), ("/c",))
         assert from_data(json.loads(json.dumps(to_data(subject)))) == subject
 
 

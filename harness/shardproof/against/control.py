@@ -128,9 +128,9 @@ class Control:
                 )
             moved += [(here, str(place)) for _, here, place in found if place]
             names |= {name: str(place) for name, _, place in found if place}
-        subject = Subject(self.label, tuple(moved), tuple(names.items()), kept)
+        subject = Subject(self.label, tuple(moved), tuple(names.items()), kept, (str(folder),))
         here = self._here(kept) if self.paths else Side("here", None)
-        return here, Side("there", subject, redirected=True, path=(str(folder),))
+        return here, Side("there", subject, redirected=True)
 
     def _here(self, kept: tuple[str, ...]) -> Side:
         pairs = [(path, path) for path in self.paths]

@@ -12,8 +12,9 @@ import importlib.machinery
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -54,6 +55,17 @@ class Redirect:
         if not any(places):
             return None
         return self._at(fullname, [place for place in places if place], found)
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterable[Distribution]:
+        """A release's own metadata, before that of what is installed."""
+        asked = DistributionFinder.Context() if context is None else context
+        if "path" in vars(asked):  # somebody looks into one folder alone
+            return ()
+        return PathFinder.find_distributions(
+            DistributionFinder.Context(name=asked.name, path=list(self.subject.distributions))
+        )
 
     def _kept(self, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
         """Today's cases and conftest files inside a package of the subject."""

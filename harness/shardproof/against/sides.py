@@ -26,15 +26,18 @@ class Side:
         subject: where its modules come from; None where nothing says so
             (a release, no ini setting).
         redirected: whether imports of the subject must be answered from elsewhere.
-        path: what stands before ``sys.path`` on its ranks.
         modules: the most modules of the subject that a rank had imported, None before any told.
     """
 
     name: str
     subject: Subject | None
     redirected: bool = False
-    path: tuple[str, ...] = ()
     modules: int | None = None
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """What stands before ``sys.path`` on its ranks: a release."""
+        return self.subject.distributions if self.subject is not None else ()
 
     @property
     def environment(self) -> dict[str, str]:

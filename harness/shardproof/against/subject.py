@@ -26,12 +26,14 @@ class Subject:
             each must come from; their submodules belong to it too.
         kept: folders of today's cases inside declared paths: they stay the checkout's, as every
             ``conftest.py`` does.
+        distributions: folders whose installed distributions are known before all others.
     """
 
     label: str
     moved: tuple[tuple[str, str], ...] = ()
     names: tuple[tuple[str, str], ...] = ()
     kept: tuple[str, ...] = ()
+    distributions: tuple[str, ...] = ()
     _target_of: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +103,7 @@ def from_data(data: Mapping[str, Any]) -> Subject:
         moved=tuple((here, there) for here, there in data["moved"]),
         names=tuple((name, there) for name, there in data["names"]),
         kept=tuple(data["kept"]),
+        distributions=tuple(data["distributions"]),
     )
 
 
