@@ -26,6 +26,8 @@ from tests.against_support import (
 from tests.fleet_support import eventually
 from tests.plugin_support import read_run
 
+from shardproof.fleet.processes import Ident, alive, identify
+
 HARNESS = Path(__file__).resolve().parents[1]
 INI = "[pytest]\npythonpath = .\nshardproof_subject = mine\n"
 
@@ -364,52 +366,90 @@ class TestWrongCode:
         )
 
 
-def test_nothing_is_left_after_ctrl_c(
-    pytester: pytest.Pytester, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Neither the worktree nor what git notes of it, though a case is in its body there."""
-    temporary = tmp_path_factory.mktemp("temporary")
-    waits = """
-        import pytest
-        import torch
-        import time
-        from pathlib import Path
-        import mine
+WAITS = """
+    import os
+    import time
+    from pathlib import Path
 
-        @pytest.mark.parity("cp2")
-        def test_it(rank):
-            rank.observe("x", torch.ones(3))
-            if mine.THERE and not rank.is_reference:
-                Path(MARKER).touch()
-                time.sleep(1000)
-    """
-    commit(pytester.path, {"pytest.ini": INI, "mine/__init__.py": "THERE = True"})
-    marker = temporary / "started-there"
-    case = waits.replace("MARKER", repr(str(marker)))
-    write(pytester.path, {"mine/__init__.py": "THERE = False", "test_it.py": case})
-    before = state(pytester.path)
-    # Where these tests run in the background of a shell, SIGINT is ignored, and that is inherited.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "pytest"]
-    command += ["-p", "no:cacheprovider", "--against", "HEAD"]
-    process = subprocess.Popen(
-        [*command, "--basetemp", str(tmp_path_factory.mktemp("base"))],
-        cwd=pytester.path,
-        env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(HARNESS)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert eventually(marker.exists, within=200)
-        assert len(git(pytester.path, "worktree", "list").splitlines()) == 2
-        # The whole group, as a terminal does it.
-        os.killpg(process.pid, signal.SIGINT)
-        text = process.communicate(timeout=60)[0]
-    finally:
+    import pytest
+    import torch
+    import mine
+
+    @pytest.mark.parity("cp2")
+    def test_it(rank):
+        rank.observe("x", torch.ones(3))
+        if mine.THERE and not rank.is_reference:
+            Path(os.environ["STARTED"], str(os.getpid())).touch()
+            time.sleep(1000)
+"""
+
+
+class TestEnds:
+    """A run that is ended while a case is in its body on the other side."""
+
+    @pytest.fixture
+    def temporary(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("temporary")
+
+    def waiting(
+        self, root: Path, temporary: Path, base: Path
+    ) -> tuple[subprocess.Popen[str], list[Ident]]:
+        """A run in a process group of its own, and its ranks that are in the body there."""
+        started = Path(tempfile.mkdtemp(dir=base))
+        # Where these tests run in the background of a shell, SIGINT is ignored, and that is
+        # inherited.
+        command = ["env", "--default-signal=INT", sys.executable, "-m", "pytest"]
+        command += ["-p", "no:cacheprovider", "--basetemp", str(started / "base")]
+        env = {"TMPDIR": str(temporary), "PYTHONPATH": str(HARNESS), "STARTED": str(started)}
+        process = subprocess.Popen(
+            [*command, "--against", "HEAD"],
+            cwd=root,
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+        def ranks() -> list[Ident]:
+            names = [path.name for path in started.iterdir() if path.name.isdigit()]
+            return [ident for ident in map(identify, map(int, names)) if ident is not None]
+
+        if not eventually(lambda: len(ranks()) == 2, within=200):
+            process.kill()
+            raise AssertionError(process.communicate()[0])
+        return process, ranks()
+
+    def test_a_killed_run_is_cleaned_up_by_the_next_and_ctrl_c_leaves_nothing(
+        self, pytester: pytest.Pytester, temporary: Path, tmp_path: Path
+    ) -> None:
+        """Neither worktrees, nor what git notes of them, nor ranks."""
+        root = pytester.path
+        commit(root, {"pytest.ini": INI, "mine/__init__.py": "THERE = True"})
+        write(root, {"mine/__init__.py": "THERE = False", "test_it.py": WAITS})
+        before = state(root)
+
+        process, ranks = self.waiting(root, temporary, tmp_path)
         process.kill()
         process.wait()
-    assert process.returncode == pytest.ExitCode.INTERRUPTED, text
-    marker.unlink()
-    assert not list(temporary.iterdir()), text
-    assert state(pytester.path) == before
+        assert eventually(lambda: not any(map(alive, ranks)), within=60)
+        (left,) = temporary.glob("shardproof-*")
+        assert str(left) in git(root, "worktree", "list")
+
+        process, ranks = self.waiting(root, temporary, tmp_path)
+        try:
+            (own,) = temporary.glob("shardproof-*")
+            assert own != left
+            listed = git(root, "worktree", "list")
+            assert str(own) in listed
+            assert str(left) not in listed
+            # The whole group, as a terminal does it.
+            os.killpg(process.pid, signal.SIGINT)
+            text = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == pytest.ExitCode.INTERRUPTED, text
+        assert not any(map(alive, ranks)), text
+        assert not list(temporary.glob("*shardproof-*")), text
+        assert state(root) == before
