@@ -292,16 +292,19 @@ def test_plain_runs_do_not_import_torch(pytester: pytest.Pytester) -> None:
 def test_option_surface(pytester: pytest.Pytester) -> None:
     """A new option is a decision: add it here, to the README and to the changelog."""
     result = pytester.runpytest("--help")
-    options = [line.split()[0] for line in result.outlines if line.startswith("  --parity")]
+    ours = ("  --parity", "  --against")
+    options = [line.split()[0] for line in result.outlines if line.startswith(ours)]
     assert options == [
         "--parity-dtype={float64,float32,bfloat16}",
         "--parity-seed=N",
         "--parity-timeout=SECONDS",
         "--parity-fresh",
         "--parity-report=DIR",
+        "--against=REV",
     ]
     settings = [line.split()[0] for line in result.outlines if line.startswith("  shardproof_")]
     assert settings == [
+        "shardproof_subject",
         "shardproof_preload",
         "shardproof_axes",
         "shardproof_topologies",
