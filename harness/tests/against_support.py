@@ -96,8 +96,14 @@ def state(root: Path) -> tuple[str, ...]:
         git(root, "--no-optional-locks", "status", "--porcelain", "--untracked-files=all"),
         (root / ".git" / "HEAD").read_text(),
         (root / ".git" / "index").read_bytes().hex(),
+        *(f"{path}: {path.read_bytes().hex()}" for path in _contents(root)),
         str(sorted(path.name for path in (root / ".git").iterdir() if path.name != "worktrees")),
     )
+
+
+def _contents(root: Path) -> list[Path]:
+    names = git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
+    return [root / name for name in sorted(set(names)) if (root / name).is_file()]
 
 
 def cells_of(root: Path) -> dict[str, dict[str, Any]]:

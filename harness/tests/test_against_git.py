@@ -133,13 +133,16 @@ class TestRevision:
         write(repository, {"mine/__init__.py": LOCAL_ROWS, "mine/new.py": "", "other.txt": "x"})
         revision = find_revision(repository, "v1.0", ["mine"])
         assert revision.changed == ("mine/__init__.py", "mine/new.py")
-        assert (revision.summary, revision.same) == ("parent", False)
+        assert revision.summary == "parent"
 
     def test_a_revision_without_a_difference_is_known(self, repository: Path) -> None:
-        assert not find_revision(repository, "HEAD~1", ["mine"]).same
-        assert find_revision(repository, "HEAD", ["mine"]).same
+        assert find_revision(repository, "HEAD~1", ["mine"]).differing == ("mine/__init__.py",)
+        assert not find_revision(repository, "HEAD", ["mine"]).differing
         commit(repository, {"README": "no code"})
-        assert find_revision(repository, "HEAD~1", ["mine"]).same
+        os.utime(repository / "mine/__init__.py", (1, 1))
+        assert not find_revision(repository, "HEAD~1", ["mine"]).differing
+        write(repository, {"mine/new.py": ""})
+        assert find_revision(repository, "HEAD~1", ["mine"]).differing == ("mine/new.py",)
 
     def test_a_root_below_the_top_of_its_repository(self, repository: Path) -> None:
         commit(repository, {"part/mine/__init__.py": "SIDE = 1"})

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.against_support import (
@@ -26,6 +27,7 @@ from tests.against_support import (
 from tests.fleet_support import eventually
 from tests.plugin_support import read_run
 
+from shardproof.against.report import lines_of
 from shardproof.fleet.processes import Ident, alive, identify
 
 HARNESS = Path(__file__).resolve().parents[1]
@@ -47,6 +49,9 @@ PARENT = dedent(LOCAL_ROWS) + dedent(
         def strict(x):
             raise ValueError("an empty shard")
 
+        def asserts(x):
+            assert x is None, "inside the subject"
+
         def dies(rank):
             if not rank.is_reference and rank.index == 1:
                 os._exit(3)
@@ -66,6 +71,9 @@ CHECKOUT = dedent(GATHERED) + dedent(
 
         def strict(x):
             return x
+
+        def asserts(x):
+            pass
 
         def dies(rank):
             pass
@@ -125,6 +133,11 @@ CASES = """
     @pytest.mark.parity("cp2")
     def test_error(rank):
         rank.observe("x", mine.strict(values(rank)))
+
+    @pytest.mark.parity("cp2")
+    def test_assertion_of_the_subject(rank):
+        mine.asserts(rank)
+        rank.observe("x", values(rank))
 
     @pytest.mark.parity("cp2")
     @pytest.mark.parametrize(
@@ -190,15 +203,17 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
         "test_regression cp2": "regression",
         "test_both cp2": "fails on both",
         "test_error cp2": "error there",
+        "test_assertion_of_the_subject cp2": "error there",
         "test_error_that_is_the_bug[1] cp2": "caught",
         "test_skipped cp2": "not judged",
         "test_import cp2": "not runnable there",
     }
-    result.assert_outcomes(passed=10, failed=3, skipped=1, deselected=1)
+    result.assert_outcomes(passed=11, failed=3, skipped=1, deselected=1)
     text = result.stdout.str()
     lines = [
         "shardproof: against HEAD (*) 'parent', subject: mine",
-        "*the checkout as it is now, with 2 uncommitted changes in the subject: *, mine/new.py",
+        "  what differs in the subject: 2 files (mine/__init__.py, mine/new.py)",
+        "*the checkout as it is now, uncommitted changes included: 2 files (*, mine/new.py)",
         "*test_gather[[]cp2[]] CAUGHT*",
         "*test_vacuous[[]cp2[]] VACUOUS FOR THIS CHANGE*",
         "not caught: test_it.py::test_must_be_caught says fixes='#912', so it must fail at HEAD*",
@@ -221,7 +236,7 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
         "  ValueError: an empty shard",
         "not runnable there: test_new.py::test_import, cp2",
         "  ModuleNotFoundError: No module named 'mine.new'",
-        "4 caught, 3 vacuous for this change, 1 regression, 3 not runnable there, 1 error there, *",
+        "4 caught, 3 vacuous for this change, 1 regression, 3 not runnable there, 2 error there, *",
         "not caught: test_it.py::test_must_be_caught (fixes #912)",
     ]
     result.stdout.fnmatch_lines(lines)
@@ -241,31 +256,27 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
     assert cells["test_asserts cp2"]["against"]["there"]["how"] == "assertion"
     assert cells["test_dies cp2"]["against"]["there"]["outcome"] == "crashed"
     assert cells["test_must_be_caught cp2"]["against"]["unmet"] is True
+    # Files of the other side are named by its revision, since their folder is gone.
+    inside = cells["test_assertion_of_the_subject cp2"]["against"]["there"]
+    assert "HEAD:mine/__init__.py" in inside["message"]
     assert "unmet" not in caught["against"]
     assert cells["test_regression cp2"]["outcome"] == "diverged"
     # The failure here is shown, and run again, as any other.
     assert "--against" not in cells["test_regression cp2"]["reproduce"]
 
 
-def test_what_was_caught_alone_ends_well(pytester: pytest.Pytester) -> None:
-    """An earlier revision by name; its files are named by it, since their folder is gone."""
-    raising = "def gather(rank, x, rows):\n    raise AssertionError('inside the subject')\n"
-    commit(pytester.path, {"pytest.ini": INI, "mine/__init__.py": LOCAL_ROWS})
-    git(pytester.path, "tag", "old")
-    commit(pytester.path, {"mine/__init__.py": raising})
-    case = CASE.format(module="mine")
-    commit(pytester.path, {"mine/__init__.py": GATHERED, "test_it.py": case}, "mended")
-    result = pytester.runpytest("-p", "no:cacheprovider", "--against", "old", "-q")
-    assert result.ret == 0
-    assert conclusions(pytester.path) == {"test_gather cp2": "caught"}
-    assert "uncommitted" not in result.stdout.str()
-    result = pytester.runpytest("-p", "no:cacheprovider", "--against", "HEAD~1", "-q")
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    assert conclusions(pytester.path) == {"test_gather cp2": "error there"}
-    assert (
-        "HEAD~1:mine/__init__.py"
-        in cells_of(pytester.path)["test_gather cp2"]["against"]["there"]["message"]
-    )
+def test_a_run_that_notices_nothing_says_so() -> None:
+    """And not when some of it was no verdict on what differs."""
+    cell = {"case": "test_it.py::test_it", "topology": "cp2"}
+    passes = {**cell, "against": {"conclusion": "vacuous for this change", "there": {}}}
+    lacks = {**cell, "against": {"conclusion": "not runnable there", "there": {}}}
+
+    def said(*cells: dict[str, Any]) -> list[str]:
+        return lines_of(cells, label="HEAD", shown=lambda _: "0.00", short=str)
+
+    nothing = "no case of this run notices what differs: all pass there as they do here"
+    assert nothing in said(passes, passes)
+    assert nothing not in said(passes, lacks)
 
 
 @pytest.mark.parametrize(

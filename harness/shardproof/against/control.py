@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardproof.fleet.cleanup import make_scratch, remove_scratch
 from shardproof.options import SETTINGS
 
 CONTROL = pytest.StashKey["Control"]()
-_SHOWN_CHANGES = 5
+_SHOWN_FILES = 5
 
 
 class Control:
@@ -54,17 +54,17 @@ class Control:
             return [f"shardproof: against {self.label}, subject: {subject}"]
         revision = self.revision
         lines = [f"shardproof: against {self.label} {revision.summary!r}, subject: {subject}"]
-        if revision.changed:
-            shown = ", ".join(revision.changed[:_SHOWN_CHANGES])
-            more = ", ..." if len(revision.changed) > _SHOWN_CHANGES else ""
+        if revision.differing:
+            lines.append(f"  what differs in the subject: {_files(revision.differing)}")
+        else:
             lines.append(
-                f"  here is the checkout as it is now, with {len(revision.changed)} uncommitted "
-                f"changes in the subject: {shown}{more}"
-            )
-        if revision.same:
-            lines.append(
-                "  the subject is the same in both, so that no case can be caught: name an "
+                "  the subject is the same in both, so that no case can catch anything: name an "
                 "earlier revision"
+            )
+        if revision.changed:
+            lines.append(
+                "  here is the checkout as it is now, uncommitted changes included: "
+                f"{_files(revision.changed)}"
             )
         return lines
 
@@ -184,6 +184,12 @@ class Control:
         if self._scratch is not None:
             remove_scratch(self._scratch)
             self._scratch = None
+
+
+def _files(names: Sequence[str]) -> str:
+    """How many files, and the first few by name."""
+    shown = ", ".join(names[:_SHOWN_FILES]) + (", ..." if len(names) > _SHOWN_FILES else "")
+    return f"{len(names)} file{'s' if len(names) > 1 else ''} ({shown})"
 
 
 def prepare(config: pytest.Config, text: str) -> Control:

@@ -38,8 +38,8 @@ class Revision:
     """A commit of the repository around ``root``.
 
     ``text`` is what the user wrote, ``prefix`` the path of ``root`` in the repository (empty at its
-    top). ``changed`` are files in the declared paths that differ from the last commit, untracked
-    ones included; ``same`` says that REV and the checkout do not differ there at all.
+    top). ``changed`` are files in the declared paths that differ from the last commit, and
+    ``differing`` those that differ from REV, untracked ones included in both.
     """
 
     text: str
@@ -48,7 +48,7 @@ class Revision:
     root: Path
     prefix: str
     changed: tuple[str, ...]
-    same: bool
+    differing: tuple[str, ...]
 
 
 def find_revision(root: Path, text: str, paths: Sequence[str]) -> Revision:
@@ -79,11 +79,12 @@ def find_revision(root: Path, text: str, paths: Sequence[str]) -> Revision:
             )
     summary = run_git(root, "log", "-1", "--format=%s", commit).stdout.strip()
     status = run_git(root, "status", "--porcelain", "-z", "--untracked-files=all", "--", *paths)
-    changed = tuple(entry[3:] for entry in status.stdout.split("\0") if entry[2:3] == " ")
-    differs = run_git(root, "diff", "--quiet", commit, "--", *paths).returncode
-    untracked = any(entry.startswith("??") for entry in status.stdout.split("\0"))
-    same = differs == 0 and not untracked
-    return Revision(text, commit, summary, root, prefix, changed, same)
+    entries = [entry for entry in status.stdout.split("\0") if entry[2:3] == " "]
+    changed = tuple(entry[3:] for entry in entries)
+    tracked = run_git(root, "diff", "--name-only", "-z", commit, "--", *paths).stdout.split("\0")
+    untracked = [entry[3:] for entry in entries if entry.startswith("??")]
+    differing = tuple(name for name in [*tracked, *untracked] if name)
+    return Revision(text, commit, summary, root, prefix, changed, differing)
 
 
 def _commit(root: Path, text: str) -> str:
