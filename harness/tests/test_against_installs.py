@@ -35,7 +35,7 @@ PROJECT = """
     dev-mode-exact = {exact}
 
     [tool.hatch.build.targets.wheel]
-    packages = [{packages}]
+    packages = ["src/{name}"]
 """
 SITE = """
     import site
@@ -43,9 +43,9 @@ SITE = """
 """
 
 
-def editable(root: Path, target: Path, *, packages: str, exact: bool) -> Path:
+def editable(root: Path, target: Path, *, name: str, exact: bool) -> Path:
     """Install a project as an editable one; return a folder that activates it from PYTHONPATH."""
-    text = PROJECT.format(name="mine", packages=packages, exact=str(exact).lower())
+    text = PROJECT.format(name=name, exact=str(exact).lower())
     write(root, {"pyproject.toml": text})
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     done = subprocess.run(
@@ -73,9 +73,15 @@ def run(root: Path, path: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
 
 
-def test_an_editable_install_by_a_finder(pytester: pytest.Pytester, tmp_path: Path) -> None:
-    """The finder knows nothing of the worktree. The root conftest puts the checkout first and
-    imports the subject at collection, and the ini has it preloaded."""
+def test_editable_installs_by_a_finder_and_by_path(
+    pytester: pytest.Pytester, tmp_path: Path
+) -> None:
+    """A package that a finder maps, and a namespace with a part of the checkout.
+
+    The finder knows nothing of the worktree; the root conftest puts the checkout first and imports
+    the package at collection, and the ini has it preloaded. Of the namespace, ``space.theirs`` is
+    installed elsewhere.
+    """
     conftest = """
         import sys
         from pathlib import Path
@@ -83,88 +89,71 @@ def test_an_editable_install_by_a_finder(pytester: pytest.Pytester, tmp_path: Pa
         import mine
 
         FOUND = mine.__file__
-        sys.path.insert(0, str(Path(__file__).parent / "src"))
+        sys.path.insert(0, str(Path(__file__).parent / "one/src"))
     """
-    case = (
-        dedent(CASE.format(module="mine"))
-        + """
+    by_finder = dedent(CASE.format(module="mine")).replace(
+        "import torch\n", "import torch\nimport mine\n"
+    )
+    by_finder += """
     from conftest import FOUND
-    if not rank.is_reference:
-        (rank.case_dir / "found").write_text(FOUND)
     assert mine.SIDE == "here", FOUND
 """
+    by_path = dedent(CASE.format(module="space.mine")).replace(
+        "    x = torch", "    from space.theirs import SCALE\n\n    x = SCALE * torch"
     )
-    case = case.replace("import torch\n", "import torch\nimport mine\n", 1)
-    ini = "[pytest]\nshardproof_subject = src/mine\nshardproof_preload = mine json\n"
+    ini = """
+        [pytest]
+        shardproof_subject = one/src/mine two/src/space
+        shardproof_preload = mine json
+    """
     side = "SIDE = {!r}\n"
     commit(
         pytester.path,
         {
             "pytest.ini": ini,
-            "src/mine/__init__.py": dedent(LOCAL_ROWS) + side.format("there"),
             "conftest.py": conftest,
+            "one/src/mine/__init__.py": dedent(LOCAL_ROWS) + side.format("there"),
+            "two/src/space/mine.py": LOCAL_ROWS,
         },
     )
     write(
         pytester.path,
-        {"src/mine/__init__.py": dedent(GATHERED) + side.format("here"), "test_it.py": case},
+        {
+            "one/src/mine/__init__.py": dedent(GATHERED) + side.format("here"),
+            "two/src/space/mine.py": GATHERED,
+            "test_finder.py": by_finder,
+            "test_path.py": by_path.replace("test_gather", "test_namespace"),
+        },
     )
-    path = editable(pytester.path, tmp_path / "site", packages='"src/mine"', exact=True)
-    assert list((tmp_path / "site").rglob("_editable_impl_mine.py"))
+    site = tmp_path / "site"
+    editable(pytester.path / "one", site, name="mine", exact=True)
+    path = editable(pytester.path / "two", site, name="space", exact=False)
+    assert list(site.rglob("_editable_impl_mine.py"))
+    assert str(pytester.path / "two/src") in {
+        pth.read_text().strip() for pth in site.rglob("*.pth")
+    }
+    write(path, {"space/theirs.py": "SCALE = 3"})
     before = state(pytester.path)
     done = run(pytester.path, path, "--against", "HEAD")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert conclusions(pytester.path) == {"test_gather cp2": "caught"}
+    cells = cells_of(pytester.path)
+    assert conclusions(pytester.path) == {
+        "test_gather cp2": "caught",
+        "test_namespace cp2": "caught",
+    }
     # By the case's own assertion, which the reference makes first: it saw the other module.
-    there = cells_of(pytester.path)["test_gather cp2"]["against"]["there"]
+    there = cells["test_gather cp2"]["against"]["there"]
     assert there["how"] == "assertion"
-    assert "HEAD:src/mine/__init__.py" in there["text"]
+    assert "HEAD:one/src/mine/__init__.py" in there["text"]
+    assert "rank-local rows returned" in cells["test_namespace cp2"]["against"]["there"]["text"]
     assert state(pytester.path) == before
 
 
-def test_an_editable_install_by_path_of_a_namespace(
-    pytester: pytest.Pytester, tmp_path: Path
-) -> None:
-    """space.mine is a part of the checkout, space.theirs one that is installed elsewhere."""
-    case = dedent(CASE.format(module="space.mine")).replace(
-        "    x = torch", "    from space.theirs import SCALE\n\n    x = SCALE * torch"
-    )
-    ini = "[pytest]\nshardproof_subject = src/space\n"
-    source = "src/space/mine.py"
-    commit(pytester.path, {"pytest.ini": ini, source: LOCAL_ROWS})
-    write(pytester.path, {source: GATHERED, "test_it.py": case})
-    path = editable(pytester.path, tmp_path / "site", packages='"src/space"', exact=False)
-    (pth,) = (tmp_path / "site").rglob("*.pth")
-    assert pth.read_text().strip() == str(pytester.path / "src")
-    write(path, {"space/theirs.py": "SCALE = 3"})
-    done = run(pytester.path, path, "--against", "HEAD")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert conclusions(pytester.path) == {"test_gather cp2": "caught"}
-    there = cells_of(pytester.path)["test_gather cp2"]["against"]["there"]
-    assert "rank-local rows returned" in there["text"]
-
-
-def test_what_the_interpreter_imports_as_it_starts_is_found(
-    pytester: pytest.Pytester, tmp_path: Path
-) -> None:
-    """No finder can be earlier than sitecustomize: the run stops."""
-    ini = "[pytest]\npythonpath = src\nshardproof_subject = src/mine\n"
-    commit(pytester.path, {"pytest.ini": ini, "src/mine/__init__.py": LOCAL_ROWS})
-    write(
-        pytester.path,
-        {"src/mine/__init__.py": GATHERED, "test_it.py": CASE.format(module="mine")},
-    )
-    source = str(pytester.path / "src")
-    early = f"import sys\nsys.path.insert(0, {source!r})\nimport mine\n"
-    write(tmp_path / "early", {"sitecustomize.py": early})
-    done = run(pytester.path, tmp_path / "early", "--against", "HEAD")
-    assert done.returncode == 1
-    assert "wrong code under test: there, on rank 0" in done.stdout
-    assert f"mine was imported from {source}/mine/__init__.py" in done.stdout
-
-
 def test_cases_in_the_subject_s_own_package(pytester: pytest.Pytester) -> None:
-    """Its folder of tests is today's, with fixtures of a conftest file beside the code."""
+    """Its folder of tests is today's, with fixtures of a conftest file beside the code.
+
+    Where all is committed and caught, the run goes well.
+    """
     ini = "[pytest]\npythonpath = src\nshardproof_subject = src/mine\n"
     tests = {
         "src/mine/conftest.py": "import pytest\n@pytest.fixture\ndef today():\n    return 1\n",
@@ -174,8 +163,11 @@ def test_cases_in_the_subject_s_own_package(pytester: pytest.Pytester) -> None:
         ),
     }
     commit(pytester.path, {"pytest.ini": ini, "src/mine/__init__.py": LOCAL_ROWS})
-    write(pytester.path, {"src/mine/__init__.py": GATHERED, **tests})
-    result = pytester.runpytest("-p", "no:cacheprovider", "--against", "HEAD")
+    git(pytester.path, "tag", "old")
+    commit(pytester.path, {"src/mine/__init__.py": GATHERED, **tests}, "mended")
+    result = pytester.runpytest("-p", "no:cacheprovider", "--against", "old")
     assert result.ret == 0
+    result.stdout.fnmatch_lines(["shardproof: against old (*) 'parent', subject: src/mine"])
+    assert "uncommitted" not in result.stdout.str()
     assert conclusions(pytester.path) == {"test_gather cp2": "caught"}
     assert git(pytester.path, "worktree", "list").count("\n") == 0

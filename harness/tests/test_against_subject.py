@@ -248,6 +248,15 @@ class TestRedirect:
         told = imported(tmp_path, subject, path=[tmp_path / "copy"], before=before)
         assert told["wrong"] in (["mine", "mine.part"], ["own"])
 
+    def test_what_the_interpreter_imports_as_it_starts_is_found(self, tmp_path: Path) -> None:
+        """No finder can be earlier than sitecustomize."""
+        here, there = two_sides(tmp_path, PACKAGE, PARENT)
+        early = f"import sys\nsys.path.insert(0, {str(here / 'src')!r})\nimport mine\n"
+        write(tmp_path / "early", {"sitecustomize.py": early})
+        subject = subject_of(here, there, "src/mine", [here / "src"])
+        told = imported(tmp_path, subject, path=[tmp_path / "early"])
+        assert (told["wrong"], told["right"]) == (["mine"], 0)
+
     def test_it_goes_before_finders_that_came_later(self, monkeypatch: pytest.MonkeyPatch) -> None:
         redirect = Redirect(Subject("REV"))
         others = list(sys.meta_path)
