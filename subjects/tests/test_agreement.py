@@ -240,4 +240,4 @@ def test_half_precisions_are_summed_in_float32(alone: Any) -> None:
     groups = reductions.Groups(*(alone.group(axis) for axis in ("tp", "cp", "dp")))
     gradient = torch.ones(3, dtype=torch.bfloat16)
     assert reductions.reduce_weight(gradient, groups, over_tp=True).dtype == torch.bfloat16
-    assert reductions.reduce_probe(gradient, groups).dtype == torch.bfloat16
+    assert reductions.reduce_custom(gradient, groups).dtype == torch.bfloat16

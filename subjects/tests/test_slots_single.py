@@ -215,7 +215,7 @@ def test_restoring_keeps_the_parameters_and_their_gradients(
 
 def test_replacing_restoring_and_removing_are_told(trainer: TrainerRank, adapter: Path) -> None:
     told: list[tuple[str, str]] = []
-    trainer.adapters.on_replace.append(lambda *what: told.append(what))
+    trainer.slot_table.on_replace.append(lambda *what: told.append(what))
     trainer.load_slot("a", adapter)
     trainer.add_slot("b")
     assert told == []

@@ -3,7 +3,7 @@
 Each belongs to a slot or to the trainer. The factory of each runs on every rank, so that random
 generators stay in step and the ranks can compare what they made; the values of the first rank are
 then sent to all. Every TP and CP rank sees the full outputs and so computes the whole gradient:
-``reductions.reduce_probe`` says how they are brought together.
+``reductions.reduce_custom`` says how they are brought together.
 """
 
 from __future__ import annotations

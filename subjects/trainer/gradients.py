@@ -62,11 +62,11 @@ def reducers(
         return lambda gradient: slots.reduce_factor(gradient, factor, groups)
 
     def of_custom(gradient: Tensor) -> Tensor:
-        return reductions.reduce_probe(gradient, groups)
+        return reductions.reduce_custom(gradient, groups)
 
     return {
         **{name: (one, of_weight(name, one)) for name, one in trainer.model.named_parameters()},
-        **{name: (one, of_factor(of)) for name, one, of in trainer.adapters.named_factors()},
+        **{name: (one, of_factor(of)) for name, one, of in trainer.slot_table.named_factors()},
         **{name: (one, of_custom) for name, one in trainer.custom.named_parameters()},
     }
 

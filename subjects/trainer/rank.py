@@ -80,7 +80,7 @@ class TrainerRank:
         self.part = VocabularySlice(
             start=start, columns=stop - start, size=architecture.vocabulary, group=self.groups.tp
         )
-        self.adapters = Slots(
+        self.slot_table = Slots(
             model, architecture, self.groups, device=self.device, dtype=self.dtype
         )
         self.custom = CustomParts(
@@ -88,10 +88,10 @@ class TrainerRank:
             device=self.device,
             dtype=self.dtype,
             taken=self._taken,
-            slots=lambda: self.adapters.names,
+            slots=lambda: self.slot_table.names,
             borrowed=lambda: list(model.parameters()),
         )
-        self.adapters.on_replace.append(self.custom.retire)
+        self.slot_table.on_replace.append(self.custom.retire)
         self._reduced: gradients.Stamps | None = None
         self.check_losses = check_losses
         self.forwards = 0
@@ -155,7 +155,7 @@ class TrainerRank:
             memory_limit=memory_limit,
         )
         weights.load(model, weights.Checkpoint(directory), trainer.layouts, (tp.rank(), tp.size()))
-        trainer.adapters.base_model = str(checkpoint_dir)
+        trainer.slot_table.base_model = str(checkpoint_dir)
         return trainer
 
     def forward(self, request: ForwardInput) -> ForwardOutput:
@@ -177,7 +177,7 @@ class TrainerRank:
             local = self._local_rows(request)
             head, place = self._head(request, local)
             admission.admit(request, head, place, limit=self.memory_limit)
-            with self.adapters.use(request.slot):
+            with self.slot_table.use(request.slot):
                 hidden = self._decode(local)
             output = heads.outputs(request, hidden, head, place)
         self.forwards += 1
@@ -224,7 +224,7 @@ class TrainerRank:
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of the LoRA slots that there are."""
-        return self.adapters.names
+        return self.slot_table.names
 
     def add_slot(
         self,
@@ -247,7 +247,7 @@ class TrainerRank:
             ValueError: on every rank: a name that is taken or can't be, a rank, alpha or targets
                 that can't be, ranks that were told different things, a factory that fails.
         """
-        self.adapters.add(name, rank=rank, alpha=alpha, targets=targets, factory=factory)
+        self.slot_table.add(name, rank=rank, alpha=alpha, targets=targets, factory=factory)
 
     def load_slot(self, name: str, directory: str | Path) -> None:
         """Read a LoRA slot from PEFT's files, in place of any of this name.
@@ -258,7 +258,7 @@ class TrainerRank:
             FileNotFoundError: no adapter there, on any rank.
             ValueError: on every rank: an adapter that the trainer can't run, with what it has.
         """
-        self.adapters.load(name, directory)
+        self.slot_table.load(name, directory)
 
     def save_slot(self, name: str, directory: str | Path) -> None:
         """Write a LoRA slot as PEFT's files, whole, in the dtype of the run.
@@ -268,7 +268,7 @@ class TrainerRank:
         Raises:
             ValueError: on every rank: no such slot, or the first rank can't write.
         """
-        self.adapters.save(name, directory)
+        self.slot_table.save(name, directory)
 
     def snapshot_slot(self, name: str) -> SlotSnapshot:
         """Copy a slot's values, those of this rank alone; no collective.
@@ -276,7 +276,7 @@ class TrainerRank:
         Raises:
             ValueError: no such slot.
         """
-        return self.adapters.snapshot(name)
+        return self.slot_table.snapshot(name)
 
     def restore_slot(self, name: str, snapshot: SlotSnapshot) -> None:
         """Set a slot's values to those of a snapshot, bit for bit; a collective of all ranks.
@@ -287,7 +287,7 @@ class TrainerRank:
         Raises:
             ValueError: on every rank: no such slot, or a snapshot of another configuration.
         """
-        self.adapters.restore(name, snapshot)
+        self.slot_table.restore(name, snapshot)
 
     def remove_slot(self, name: str) -> None:
         """Forget a slot, its gradients and what it owns; a collective of all ranks.
@@ -295,7 +295,7 @@ class TrainerRank:
         Raises:
             ValueError: on every rank: no such slot.
         """
-        self.adapters.remove(name)
+        self.slot_table.remove(name)
 
     def module(
         self, name: str, factory: Callable[[], OwnModule], *, slot: str | None = None
@@ -335,7 +335,7 @@ class TrainerRank:
 
         Yields the name of its gradient, this rank's part and its placement.
         """
-        for name, parameter, factor in self.adapters.named_factors():
+        for name, parameter, factor in self.slot_table.named_factors():
             yield name, parameter, factor.placement
         for name, parameter in self.custom.named_parameters():
             yield name, parameter, {}
@@ -410,7 +410,7 @@ class TrainerRank:
     def _taken(self) -> set[str]:
         """The names of gradients that are none of the caller's."""
         model = {name for layout in self.layouts.values() for name in layout.names}
-        return model | {name for name, _, _ in self.adapters.named_factors()}
+        return model | {name for name, _, _ in self.slot_table.named_factors()}
 
     def _with_grad(self, request: ForwardInput) -> bool:
         return torch.is_grad_enabled() and not request.no_grad
@@ -419,7 +419,7 @@ class TrainerRank:
         """Refuse what this rank can't run, before any collective."""
         check_request(request, vocabulary=self.architecture.vocabulary)
         if request.slot is not None:
-            self.adapters.get(request.slot)
+            self.slot_table.get(request.slot)
         if self._with_grad(request) and self._reduced is not None:
             raise ValueError(
                 "the gradients have been reduced over the ranks, and what a further backward adds "
@@ -429,9 +429,9 @@ class TrainerRank:
     def _local_rows(self, request: ForwardInput) -> LocalRows:
         packed = packing.pack(request.documents(), sharing=self.sharing).to(self.device)
         work = plan.row_work(packed, linear=plan.linear_work(self.architecture))
-        shards = plan.make_plan(self.policy, work=work, cp=self.groups.cp.size())
+        made = plan.make_plan(self.policy, work=work, cp=self.groups.cp.size())
         return plan.local_rows(
-            packed, shards, cp_rank=self.groups.cp.rank(), tp=self.groups.tp.size()
+            packed, made, cp_rank=self.groups.cp.rank(), tp=self.groups.tp.size()
         )
 
     def _decode(self, local: LocalRows) -> Tensor:
@@ -459,7 +459,7 @@ class TrainerRank:
 
     def _head(self, request: ForwardInput, local: LocalRows) -> tuple[HeadWeights, Place]:
         owner = self.model.embedding.word_embeddings if self.architecture.tied else None
-        factors = self.adapters.head_factors(request.slot) or ()
+        factors = self.slot_table.head_factors(request.slot) or ()
         head = HeadWeights((owner or self.model.output_layer).weight, *factors)
         return head, Place(
             local=local, part=self.part, groups=self.groups, head_rows=self.head_rows

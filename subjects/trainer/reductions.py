@@ -4,6 +4,10 @@ Model weights: each context-parallel rank holds the gradient of its own rows and
 rank that of its own batch, so both sum. A weight that tensor parallelism replicates is summed over
 it too, since each of its ranks saw its own rows or heads only; a slice is left alone. A parameter
 of the caller's own saw the full sequence on every TP and CP rank, so there it averages.
+``gradients.reducers`` says which rule each parameter follows.
+
+Some functions take a group or name that they do not need: faults that re-create public bugs stand
+in for them, and do.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ def reduce_weight(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
     return collectives.all_reduce(total, groups.dp).to(gradient.dtype)
 
 
-def reduce_probe(gradient: Tensor, groups: Groups) -> Tensor:
+def reduce_custom(gradient: Tensor, groups: Groups) -> Tensor:
     """Average the gradient of a caller's parameter over CP and TP and sum it over DP.
 
     In place from float32 up; half precisions sum in float32 and round once.

@@ -32,7 +32,7 @@ _watch = losses.watch
 _differences = losses.differences
 _dp_reduce = reductions.dp_reduce
 _reduce_weight = reductions.reduce_weight
-_reduce_probe = reductions.reduce_probe
+_reduce_custom = reductions.reduce_custom
 
 
 def _own_words(call: str, facts: Callable[[], Mapping[str, Fact]], circle: Circle) -> None:
@@ -149,7 +149,7 @@ def _unchecked(trainer: TrainerRank, request: ForwardInput) -> None:
 
 
 def _probe_averaged_over_dp(gradient: Tensor, groups: Groups) -> Tensor:
-    return _reduce_probe(gradient, groups) / groups.dp.size()
+    return _reduce_custom(gradient, groups) / groups.dp.size()
 
 
 def _probe_of_this_rank(gradient: Tensor, groups: Groups) -> Tensor:
@@ -309,7 +309,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "custom gradients averaged over dp": Fault(
         module=reductions,
-        name="reduce_probe",
+        name="reduce_custom",
         function=_probe_averaged_over_dp,
         axis="dp",
         case=_RULES,
@@ -317,7 +317,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "custom gradients not averaged": Fault(
         module=reductions,
-        name="reduce_probe",
+        name="reduce_custom",
         function=_probe_of_this_rank,
         axis="tp",
         case=_RULES,

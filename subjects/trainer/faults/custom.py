@@ -16,7 +16,7 @@ from subjects.trainer.faults.fault import Fault
 from subjects.trainer.ownership import Owner
 from subjects.trainer.reductions import Groups
 
-_reduce_probe = reductions.reduce_probe
+_reduce_custom = reductions.reduce_custom
 _facts_of = structure.facts_of
 _module = CustomParts.module
 _buffer = CustomParts.buffer
@@ -59,16 +59,16 @@ def _trained_buffer(
 
 
 def _summed_over_tp(gradient: Tensor, groups: Groups) -> Tensor:
-    return _reduce_probe(gradient, groups) * groups.tp.size()
+    return _reduce_custom(gradient, groups) * groups.tp.size()
 
 
 def _left_over_dp(gradient: Tensor, groups: Groups) -> Tensor:
-    return _reduce_probe(gradient, Groups(groups.tp, groups.cp, groups.tp)) / groups.tp.size()
+    return _reduce_custom(gradient, Groups(groups.tp, groups.cp, groups.tp)) / groups.tp.size()
 
 
 def _kept_where_used(gradient: Tensor, groups: Groups) -> Tensor:
     """A rank that has only zeros to add doesn't get what the others have."""
-    whole = _reduce_probe(gradient.clone(), groups)
+    whole = _reduce_custom(gradient.clone(), groups)
     return whole if gradient.any() else gradient
 
 
@@ -150,7 +150,7 @@ FAULTS: dict[str, Fault] = {
     "head gradient summed over tp": _fault(
         _summed_over_tp,
         reductions,
-        "reduce_probe",
+        "reduce_custom",
         axis="tp",
         case="test_custom.test_head_across_documents",
         shows="grad.head.*",
@@ -159,7 +159,7 @@ FAULTS: dict[str, Fault] = {
     "head gradient left on each data-parallel rank": _fault(
         _left_over_dp,
         reductions,
-        "reduce_probe",
+        "reduce_custom",
         axis="dp",
         case="test_custom.test_head_used_twice",
         shows="grad.head.*",
@@ -168,7 +168,7 @@ FAULTS: dict[str, Fault] = {
     "a head's gradient stays where it was used": _fault(
         _kept_where_used,
         reductions,
-        "reduce_probe",
+        "reduce_custom",
         axis="dp",
         case="test_custom.test_head_of_some_batches",
         shows="grad.[ab].*",
