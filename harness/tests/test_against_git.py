@@ -171,7 +171,7 @@ class TestWorktree:
         """Index, stash, branches, reflog and hooks; also where a hook of git runs pytest."""
         write(repository, {"mine/__init__.py": "stashed"})
         git(repository, "stash")
-        write(repository, {"mine/__init__.py": "staged"})
+        write(repository, {"mine/__init__.py": "staged", "mine/part.py": ""})
         git(repository, "add", "mine")
         write(repository, {"mine/__init__.py": "dirty"})
         hook = repository / ".git/hooks/post-checkout"
@@ -179,7 +179,7 @@ class TestWorktree:
         hook.write_text("#!/bin/sh\ntouch hook-was-here\n")
         hook.chmod(0o755)
         # Its time differs and its content does not: a refreshed index would be written.
-        os.utime(repository / "test_case.py", (1, 1))
+        os.utime(repository / "mine/part.py", (1, 1))
         before = state(repository)
         monkeypatch.setenv("GIT_INDEX_FILE", str(repository / ".git/index"))
         monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
