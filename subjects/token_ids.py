@@ -71,11 +71,15 @@ def whole_number(value: object) -> int | None:
 def shown(value: object) -> str:
     """What a message says of ``value``: the same on every rank, and short."""
     # Of others the words could hold an address, or be pages long.
-    if value is None or isinstance(value, bool | int | float):
-        return repr(value)
-    if isinstance(value, str) and len(value) <= 40:
+    few = type(value) in (list, tuple) and len(value) <= 4  # type: ignore[arg-type]
+    if _is_plain(value) or (few and all(map(_is_plain, value))):  # type: ignore[call-overload]
         return repr(value)
     return f"of type {type(value).__name__}"
+
+
+def _is_plain(value: object) -> bool:
+    text = isinstance(value, str) and len(value) <= 40
+    return text or value is None or isinstance(value, bool | int | float)
 
 
 def _of_tensor(value: Tensor, path: str) -> Tensor:

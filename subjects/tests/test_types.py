@@ -148,12 +148,12 @@ WRONG: list[tuple[dict[str, object], tuple[str, ...]]] = [
     ({"top_k": 2.5}, ("top_k is 2.5", "expected an integer")),
     ({"top_k": True}, ("top_k is True", "expected an integer")),
     ({"top_k": "3"}, ("top_k is '3'", "expected an integer")),
-    ({"top_k": [3]}, ("top_k is of type list", "expected an integer")),
+    ({"top_k": [3]}, ("top_k is [3]", "expected an integer")),
     ({"entropy": torch.tensor([1, 0])}, ("entropy is of type Tensor", "True or False")),
     ({"hidden_states": "yes"}, ("hidden_states is 'yes'", "True or False")),
     ({"no_grad": None}, ("no_grad is None", "True or False")),
     ({"logits": np.array([1, 2])}, ("logits is of type ndarray", "'local'")),
-    ({"slot": ["a"]}, ("slot is of type list", "the name of one slot")),
+    ({"slot": ["a"]}, ("slot is ['a']", "the name of one slot")),
     ({"slot": 3}, ("slot is 3", "the name of one slot")),
 ]
 
