@@ -178,13 +178,29 @@ def test_a_state_that_does_not_fit_is_refused(trainer: Stepped) -> None:
         ("sgd", {"lr": 0.1, "betas": (0.9, 0.9)}, "got betas, lr; sgd needs lr, and takes lr, mom"),
         ("adamw", {"lr": 0.1, "momentum": 0.9}, "got lr, momentum; adamw needs lr"),
         ("adamw", {}, "got no options; adamw needs lr"),
-        ("adamw", {"lr": -1.0}, "Invalid learning rate"),
+        ([], {"lr": 0.1}, r"kind is \[\]; expected one of adamw, sgd"),
+        ("adamw", {"lr": -1.0}, "lr is -1.0; expected a finite number of at least 0"),
+        ("adamw", {"lr": math.inf}, "lr is inf; expected a finite number"),
+        ("adamw", {"lr": "x"}, "lr is 'x'; expected a number"),
+        ("adamw", {"lr": True}, "lr is True; expected a number"),
+        ("adamw", {"lr": None}, "lr is None; expected a number"),
+        ("adamw", {"lr": 0.1, "betas": (0.9,)}, r"betas is \(0\.9,\); expected two numbers"),
+        ("adamw", {"lr": 0.1, "betas": 0.9}, r"betas is 0\.9; expected two numbers"),
+        (
+            "adamw",
+            {"lr": 0.1, "betas": (0.9, "x")},
+            r"betas is \(0\.9, 'x'\); expected two numbers",
+        ),
+        ("adamw", {"lr": 0.1, "betas": (0.9, 1.0)}, r"two numbers from 0 to below 1"),
+        ("adamw", {"lr": 0.1, "eps": "x"}, "eps is 'x'; expected a number"),
+        ("adamw", {"lr": 0.1, "weight_decay": []}, r"weight_decay is \[\]; expected a number"),
+        ("sgd", {"lr": 0.1, "momentum": math.nan}, "momentum is nan; expected a finite number"),
         ("sgd", {"lr": 0.1, "max_norm": 0.0}, "max_norm is 0.0; expected a positive number"),
         ("sgd", {"lr": 0.1, "max_norm": math.nan}, "max_norm is nan"),
     ],
 )
 def test_options_are_refused(
-    trainer: Stepped, kind: str, options: dict[str, Any], words: str
+    trainer: Stepped, kind: Any, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         Optimizer(trainer, kind, **options)

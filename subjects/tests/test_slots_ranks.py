@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from subjects.tests import worlds
+from subjects.types import TARGETS
 
 # For grad = rank + 1, what rank 0 gets: of a factor that TP replicates, and of a slice.
 RULES = {
@@ -139,6 +140,12 @@ def disagreements(directory: Path) -> None:
         (lambda: trainer.add_slot("b" if last else "a", rank=2), "name"),
         (lambda: trainer.add_slot("a", factory=failing), "ZeroDivisionError"),
         (lambda: trainer.load_slot("a", directory / ("no" if last else "adapter")), "no adapter_"),
+        (lambda: trainer.load_slot("a", 5 if last else directory / "adapter"), "directory is 5"),
+        (lambda: trainer.add_slot("a", targets=None if last else TARGETS), "targets is None"),
+        (lambda: trainer.add_slot("a", factory=5 if last else None), "factory is 5"),
+        # Only the first rank makes values; the others hear that it could not.
+        (lambda: trainer.add_slot("a", factory=list), "the factory failed on"),
+        (lambda: trainer.optimizer("adamw", lr="x" if last else 1.0), "lr is 'x'"),
     ]
     for change, words in refused:
         with pytest.raises(ValueError, match=words):
@@ -147,6 +154,12 @@ def disagreements(directory: Path) -> None:
     trainer.add_slot("a", rank=2)
     with pytest.raises(ValueError, match="does not exist"):
         trainer.remove_slot("b" if last else "a")
+    snapshot = trainer.snapshot_slot("a")
+    with pytest.raises(ValueError, match="snapshot is of type dict"):
+        trainer.restore_slot("a", {} if last else snapshot)
+    with pytest.raises(ValueError, match="directory is None"):
+        trainer.save_slot("a", None if last else directory / "unwritten")
+    assert not (directory / "unwritten").exists()
     # Only the first rank writes; the others hear that it could not.
     (directory / "taken").touch()
     with pytest.raises((ValueError, OSError), match="taken"):

@@ -99,14 +99,41 @@ def test_names_that_could_not_be_part_of_a_gradients_are_refused(
         ({"targets": ("q_proj", "q_proj")}, "each once"),
         ({"targets": ("embed_tokens",)}, "unknown"),
         ({"targets": "q_proj", "factory": lambda *_: torch.ones(2, 2)}, r"returned shape \[2, 2\]"),
+        ({"targets": None}, "targets is None; expected a list or tuple of some of q_proj"),
+        ({"targets": (one for one in TARGETS)}, "targets is of type generator; expected a list"),
+        ({"factory": 5}, r"factory is 5; expected a function \(name, shape\) -> tensor, or None"),
+        ({"factory": list}, r"lora_A: list expected .* expected a function \(name, shape\)"),
+        ({"factory": lambda: None}, r"lora_A: .*takes 0 .* expected a function \(name, shape\)"),
+        ({"factory": lambda *_: [1.0]}, r"factory returned \[1\.0\] for .*lora_A; expected a func"),
     ],
 )
 def test_slots_that_can_not_be_are_refused(
     trainer: TrainerRank, options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         trainer.add_slot("a", **options)
     assert trainer.slots == ()
+    trainer.add_slot("a")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda one: one.restore_slot("a", {}), "snapshot is of type dict; expected what snapshot"),
+        (lambda one: one.restore_slot("a", None), "snapshot is None; expected what snapshot_slot"),
+        (lambda one: one.load_slot("b", 5), "directory is 5; expected the path of a directory"),
+        (lambda one: one.save_slot("a", None), "directory is None; expected the path of a direc"),
+        (lambda one: one.save_slot(["a"], "x"), r"slot \['a'\] does not exist; there are: 'a'"),
+        (lambda one: one.remove_slot({}), r"slot \{\} does not exist; there are: 'a'"),
+    ],
+)
+def test_what_is_no_slot_snapshot_or_directory_is_told(
+    trainer: TrainerRank, call: Any, words: str
+) -> None:
+    trainer.add_slot("a", rank=2)
+    with pytest.raises((ValueError, TypeError), match=words):
+        call(trainer)
+    assert trainer.slots == ("a",)
 
 
 def test_a_factorys_own_error_comes_through(trainer: TrainerRank) -> None:

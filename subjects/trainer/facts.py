@@ -7,6 +7,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from subjects.token_ids import whole_number
 from subjects.trainer.agreement import Fact
 from subjects.types import ForwardInput
 
@@ -26,7 +27,10 @@ def request_facts(request: ForwardInput, *, prefix: str = "") -> dict[str, Fact]
         elif field.name == "target_tokens":
             fact = _targets(request.targets())
         else:
-            value = repr(getattr(request, field.name))
+            given = getattr(request, field.name)
+            # An integer of numpy is written otherwise than Python's own.
+            number = whole_number(given)
+            value = repr(given if number is None else number)
             fact = Fact(value.encode(), value)
         facts[prefix + field.name] = fact
     grad = str(torch.is_grad_enabled())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from subjects.protocol import Placement
+from subjects.token_ids import shown
 from subjects.trainer import agreement, collectives
 from subjects.trainer.agreement import Fact
 from subjects.trainer.precision import working_dtype
@@ -168,7 +170,7 @@ def empty_optimizer(kind: str, options: Mapping[str, Any]) -> torch.optim.Optimi
 
     Raises:
         ValueError: an unknown kind, or an option out of range.
-        TypeError: an option of the other kind, or no ``lr``.
+        TypeError: an option of the other kind or of another type, or no ``lr``.
     """
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adamw": torch.optim.AdamW,
@@ -178,18 +180,47 @@ def empty_optimizer(kind: str, options: Mapping[str, Any]) -> torch.optim.Optimi
         "adamw": {"lr", "betas", "eps", "weight_decay"},
         "sgd": {"lr", "momentum", "weight_decay"},
     }
-    if kind not in kinds:
-        raise ValueError(f"optimizer: kind is {kind!r}; expected one of {', '.join(kinds)}")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"optimizer: kind is {shown(kind)}; expected one of {', '.join(kinds)}")
     wrong = options.keys() - takes[kind]
     if wrong or "lr" not in options:
         raise TypeError(
             f"optimizer: got {', '.join(sorted(options)) or 'no options'}; {kind} needs lr, and "
             f"takes {', '.join(sorted(takes[kind]))}"
         )
+    for name, value in options.items():
+        check_option(name, value)
     # The plain loop everywhere: which kernels are fused must not depend on a rank's device.
     optimizer = kinds[kind]([torch.zeros(1)], **options, foreach=False)
     optimizer.param_groups.clear()
     return optimizer
+
+
+def check_option(name: str, value: object) -> None:
+    """Refuse an option of torch's optimizer by its name.
+
+    Raises:
+        TypeError: no number, or for ``betas`` no two of them.
+        ValueError: a number out of range.
+    """
+    if name == "betas":
+        pair = isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
+        if not pair:
+            raise TypeError(f"optimizer: betas is {shown(value)}; expected two numbers")
+        if not all(0 <= one < 1 for one in value):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"optimizer: betas is {shown(value)}; expected two numbers from 0 to below 1"
+            )
+    elif not _is_number(value):
+        raise TypeError(f"optimizer: {name} is {shown(value)}; expected a number")
+    elif not 0 <= value < math.inf:  # type: ignore[operator]
+        raise ValueError(
+            f"optimizer: {name} is {shown(value)}; expected a finite number of at least 0"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def ready(trainer: Steppable) -> None:

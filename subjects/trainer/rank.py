@@ -246,6 +246,8 @@ class TrainerRank:
         Raises:
             ValueError: on every rank: a name that is taken or can't be, a rank, alpha or targets
                 that can't be, ranks that were told different things, a factory that fails.
+            TypeError: on every rank: targets that are no list, a factory that can't be called or
+                returns no tensor.
         """
         self.slot_table.add(name, rank=rank, alpha=alpha, targets=targets, factory=factory)
 
@@ -256,7 +258,9 @@ class TrainerRank:
 
         Raises:
             FileNotFoundError: no adapter there, on any rank.
-            ValueError: on every rank: an adapter that the trainer can't run, with what it has.
+            ValueError: on every rank: an adapter that the trainer can't run or read, with what it
+                has.
+            TypeError: on every rank: a directory that is no path.
         """
         self.slot_table.load(name, directory)
 
@@ -286,6 +290,7 @@ class TrainerRank:
 
         Raises:
             ValueError: on every rank: no such slot, or a snapshot of another configuration.
+            TypeError: on every rank: something that is no snapshot.
         """
         self.slot_table.restore(name, snapshot)
 
@@ -351,7 +356,7 @@ class TrainerRank:
 
         Raises:
             ValueError: an unknown kind or an option out of range, or ranks whose options differ.
-            TypeError: an option of the other kind, or no ``lr``.
+            TypeError: an option of the other kind or of another type, or no ``lr``.
         """
         return Optimizer(self, kind, **options)
 

@@ -6,6 +6,7 @@ changes the slots is a collective of all ranks, and is refused by all where one 
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subjects.token_ids import shown
 from subjects.trainer import adapters, agreement, collectives, lora, lora_layers, reductions
 from subjects.trainer.adapters import AdapterConfig
 from subjects.trainer.agreement import Fact
@@ -115,7 +117,7 @@ class Slots:
         Raises:
             ValueError: there is none of this name.
         """
-        if name not in self._slots:
+        if not isinstance(name, str) or name not in self._slots:
             there = ", ".join(map(repr, self._slots)) or "none"
             raise ValueError(
                 f"slot {name!r} does not exist; there are: {there}. add_slot and load_slot make one"
@@ -168,6 +170,7 @@ class Slots:
         def facts() -> dict[str, object]:
             self._check_free(name)
             made.append(adapters.adapter_config(rank=rank, alpha=alpha, targets=targets))
+            check_factory(factory)
             if self._is_first:
                 drawn.append(self._drawn(name, made[0], factory or _Initial(name)))
             return vars(made[0])
@@ -192,16 +195,22 @@ class Slots:
 
         def facts() -> dict[str, object]:
             check_name(name)
-            found.append(self._read(Path(directory)))
+            path = directory_of(directory)
+            found.append(self._read(path))
             # Each rank reads slices of its own: of the same file, or they would never fit.
-            return {**vars(found[0][0]), "contents": adapters.AdapterFile(Path(directory)).digest()}
+            return {**vars(found[0][0]), "contents": adapters.AdapterFile(path).digest()}
 
         self._agree("load_slot", name, facts)
         self._put(name, *found[0])
 
     def save(self, name: str, directory: str | Path) -> None:
         """Write a slot as PEFT's files, whole; see ``TrainerRank.save_slot``."""
-        self._agree("save_slot", name, lambda: {"configuration": self.get(name).config})
+
+        def facts() -> dict[str, object]:
+            directory_of(directory)
+            return {"configuration": self.get(name).config}
+
+        self._agree("save_slot", name, facts)
         slot = self._slots[name]
         whole = {
             factor.name: lora.whole_of(slot.values[factor.name].detach(), factor, self.groups.tp)
@@ -266,6 +275,7 @@ class Slots:
 
     def _check_snapshot(self, name: str, snapshot: SlotSnapshot) -> dict[str, object]:
         slot = self.get(name)
+        check_snapshot(snapshot)
         shapes = {factor: value.shape for factor, value in slot.values.items()}
         found = {factor: value.shape for factor, value in snapshot.values.items()}
         if (slot.config, shapes) != (snapshot.config, found):
@@ -279,13 +289,13 @@ class Slots:
         """The whole factors, end to end, in the dtype of the run."""
         pieces = []
         for name, factor in self._factors(config).items():
-            value = factory(name, factor.shape).detach()
+            value = _made(factory, slot, name, factor.shape)
             if tuple(value.shape) != factor.shape:
                 raise ValueError(
                     f"slot {slot!r}: the factory returned shape {list(value.shape)} for {name}; "
                     f"expected {list(factor.shape)}"
                 )
-            pieces.append(value.to(device=self.device, dtype=self.dtype).flatten())
+            pieces.append(value.detach().to(device=self.device, dtype=self.dtype).flatten())
         return torch.cat(pieces)
 
     def _read(self, directory: Path) -> tuple[AdapterConfig, dict[str, Factor], dict[str, Tensor]]:
@@ -361,6 +371,66 @@ def check_name(name: str) -> None:
             f"slot name {name!r}: expected text without '.' and '/', since the names of gradients "
             "are slot/module.lora_A"
         )
+
+
+def check_factory(factory: object) -> None:
+    """Refuse what can't be called.
+
+    Raises:
+        TypeError: it is no function, and not None.
+    """
+    if factory is not None and not callable(factory):
+        raise TypeError(
+            f"factory is {shown(factory)}; expected a function (name, shape) -> tensor, or None "
+            "for fresh values"
+        )
+
+
+def check_snapshot(snapshot: object) -> None:
+    """Refuse what is no snapshot.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(snapshot, SlotSnapshot):
+        raise TypeError(
+            f"snapshot is {shown(snapshot)}; expected what snapshot_slot returned (load_slot reads "
+            "files)"
+        )
+
+
+def directory_of(directory: object) -> Path:
+    """The directory of an adapter.
+
+    Raises:
+        TypeError: it is no path.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(
+            f"directory is {shown(directory)}; expected the path of a directory, as text or a Path"
+        )
+    return Path(directory)
+
+
+def _made(factory: Factory, slot: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """What the caller's factory returns for one factor.
+
+    Raises:
+        TypeError: it can't be called with a name and a shape, or returns no tensor.
+    """
+    expected = f"expected a function (name, shape) -> tensor of shape {list(shape)}"
+    try:
+        value: object = factory(name, shape)
+    except TypeError as error:
+        # Most often it takes other arguments, of which Python says neither whose nor why.
+        raise TypeError(f"slot {slot!r}: the factory failed on {name}: {error}; {expected}") from (
+            error
+        )
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"slot {slot!r}: the factory returned {shown(value)} for {name}; {expected}"
+        )
+    return value
 
 
 def choose(slots: Slots, name: str | None) -> Slot | None:
