@@ -40,11 +40,16 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Circle:
-    """Ranks that must agree: those along ``axes``, the fastest first."""
+    """Ranks that must agree: those along ``axes``, the fastest first.
+
+    ``within``: a smaller circle along the first of these axes, whose ranks may be about to do
+    something by themselves; they are asked before all others.
+    """
 
     axes: tuple[tuple[str, ProcessGroup], ...]
     device: torch.device
     name: str
+    within: Circle | None = None
 
     @property
     def ranks(self) -> list[str]:
@@ -67,7 +72,7 @@ def batch(groups: Groups, device: torch.device) -> Circle:
 def world(groups: Groups, device: torch.device) -> Circle:
     """All ranks."""
     axes = (("tp", groups.tp), ("cp", groups.cp), ("dp", groups.dp))
-    return Circle(axes, device, "this trainer")
+    return Circle(axes, device, "this trainer", within=batch(groups, device))
 
 
 def data_parallel(groups: Groups, device: torch.device) -> Circle:
@@ -114,34 +119,52 @@ def agree(call: str, facts: Callable[[], Mapping[str, Fact]], circle: Circle) ->
 
 
 def exchange(call: str, payload: Tensor, circle: Circle) -> Tensor:
-    """The payloads of all ranks, int64 [ranks, WIDTH - 1], filled up with zeros.
+    """The payloads of all ranks, int64 [ranks, WIDTH - 2], filled up with zeros.
 
-    ``payload`` is int64 [at most WIDTH - 1] on any device.
+    ``payload`` is int64 [at most WIDTH - 2] on any device.
 
     Raises:
         DisagreementError: another rank is about to do something else.
     """
     row = torch.zeros(WIDTH, dtype=torch.int64, device=circle.device)
-    row[0] = _number(call.encode())
-    row[1 : 1 + len(payload)] = payload
-    everyone = gather(row, circle).cpu()
-    if not same_rows(everyone[:, :1]):
-        calls = share_notes({"call": call}, circle)
-        listed = _by_rank([f"{note['call']}" for note in calls], circle)
-        raise DisagreementError(
-            f"the ranks of {circle.name} are out of step: {listed}; make the same calls in the "
-            "same order on all of them"
-        )
-    return everyone[:, 1:]
+    row[0], row[1] = _number(call.encode()), len(circle.axes)
+    row[2 : 2 + len(payload)] = payload
+    inner = circle.within
+    if inner is None:
+        everyone = gather(row, circle)
+    else:
+        everyone = gather(row, inner)
+        # Whoever goes no further than the smaller circle would never answer along the last axes.
+        if (everyone[:, 1] != len(circle.axes)).any():
+            _check_step(call, everyone, inner)
+        everyone = _along(everyone, circle.axes[len(inner.axes) :])
+    everyone = everyone.cpu()
+    _check_step(call, everyone, circle)
+    return everyone[:, 2:]
+
+
+def _check_step(call: str, rows: Tensor, circle: Circle) -> None:
+    """Raise on every rank of ``circle`` where their ``rows`` are of different calls."""
+    if same_rows(rows[:, :2]):
+        return
+    calls = share_notes({"call": call}, circle)
+    listed = _by_rank([f"{note['call']}" for note in calls], circle)
+    raise DisagreementError(
+        f"the ranks of {circle.name} are out of step: {listed}; make the same calls in the "
+        "same order on all of them"
+    )
 
 
 def gather(row: Tensor, circle: Circle) -> Tensor:
     """``row`` [n] of this rank -> [ranks, n] of all, the last axis of the circle slowest."""
-    everyone = row[None]
-    for _, group in circle.axes:
-        sizes = [len(everyone)] * group.size()
-        everyone = collectives.all_gather_rows(everyone, sizes, group)
-    return everyone
+    return _along(row[None], circle.axes)
+
+
+def _along(rows: Tensor, axes: Sequence[tuple[str, ProcessGroup]]) -> Tensor:
+    """``rows`` [m, n] of this rank -> [ranks * m, n] of all along ``axes``, the last slowest."""
+    for _, group in axes:
+        rows = collectives.all_gather_rows(rows, [len(rows)] * group.size(), group)
+    return rows
 
 
 def same_rows(rows: Tensor) -> bool:

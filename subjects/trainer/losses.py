@@ -9,7 +9,7 @@ wrong without a sign: each rank takes its own rows of what it believes to be the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -140,6 +140,47 @@ def compare(gradients: Sequence[Tensor | None], watched: Watch) -> None:
         )
 
 
+def compare_own(gradients: Mapping[str, Tensor | None], everyone: Circle) -> None:
+    """Compare the gradients of the caller's own parameters over the TP and CP ranks of each batch.
+
+    A collective of all ranks: one gather for all parameters. A loss may depend on them beside the
+    outputs, or on outputs without their graph, and ``compare`` sees nothing of that.
+
+    Raises:
+        DisagreementError: with the parameters, ranks and values, the same text on every rank.
+    """
+    batch = everyone.within
+    if batch is None or len(batch.ranks) == 1 or not gradients:
+        return
+    mine = torch.cat(
+        [statistics(_rows(gradient)).to(everyone.device) for gradient in gradients.values()]
+    )
+    rows = agreement.gather(mine, everyone).cpu()
+    seen = rows.view(-1, len(batch.ranks), len(gradients), len(STATISTICS))
+    found = []
+    for at, (name, gradient) in enumerate(gradients.items()):
+        for index, one in enumerate(seen[:, :, at]):
+            differing = differences(one, tolerance(gradient))
+            if differing:
+                places = everyone.ranks[index * len(batch.ranks) :][: len(batch.ranks)]
+                found.append(f"that of {name} has {_by_place(one, differing, places)}")
+    if found:
+        raise DisagreementError(
+            "the gradients of the caller's own parameters differ between the ranks of a batch: "
+            f"{'; '.join(found)}. Each TP and CP rank must compute the whole gradient, from the "
+            "same outputs in the same way; call zero_gradients() before going on "
+            "(build(..., check_losses=False) leaves this check out)"
+        )
+
+
+def _rows(gradient: Tensor | None) -> Tensor | None:
+    """The same with a first dimension, and dense: an embedding of the caller's may be sparse."""
+    if gradient is None:
+        return None
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense if dense.dim() else dense.reshape(1)
+
+
 def statistics(gradient: Tensor | None, *, local: bool = False) -> Tensor:
     """``STATISTICS`` of one gradient, float64 [7]; zeros where there is none.
 
@@ -222,8 +263,12 @@ def put_back(output: ForwardOutput, tensors: dict[str, Tensor]) -> ForwardOutput
 
 
 def _described(name: str, seen: Tensor, differing: list[int], circle: Circle) -> str:
+    return f"the gradient that reached {name} has {_by_place(seen, differing, circle.ranks)}"
+
+
+def _by_place(seen: Tensor, differing: list[int], places: Sequence[str]) -> str:
     ranks = []
-    for place, row in zip(circle.ranks, seen, strict=True):
+    for place, row in zip(places, seen, strict=True):
         if not row[0]:
             ranks.append(f"none on {place}")
             continue
@@ -231,7 +276,7 @@ def _described(name: str, seen: Tensor, differing: list[int], circle: Circle) ->
         shown = dict.fromkeys([1, 2, *(at for at in differing if at > 2)][:3])
         words = ", ".join(f"{STATISTICS[at]} {row[at].item():.12g}" for at in shown)
         ranks.append(f"{words} on {place}")
-    return f"the gradient that reached {name} has {'; '.join(ranks)}"
+    return "; ".join(ranks)
 
 
 @lru_cache(maxsize=16)

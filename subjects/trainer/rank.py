@@ -15,6 +15,7 @@ from subjects.trainer import (
     agreement,
     attention,
     batches,
+    facts,
     gradients,
     heads,
     losses,
@@ -25,6 +26,7 @@ from subjects.trainer import (
     shims,
     weights,
 )
+from subjects.trainer.agreement import Fact
 from subjects.trainer.architecture import Architecture, read_architecture
 from subjects.trainer.attention import ATTENTION_BLOCK, AttentionOptions, Exchange
 from subjects.trainer.custom import CustomParts
@@ -96,7 +98,7 @@ class TrainerRank:
         self.check_losses = check_losses
         self.forwards = 0
         self._batch = agreement.batch(self.groups, self.device)
-        self._world = agreement.world(self.groups, self.device)
+        self.world = agreement.world(self.groups, self.device)
 
     @classmethod
     def build(
@@ -124,39 +126,75 @@ class TrainerRank:
         ``memory_limit`` is how many bytes the head and the outputs of a forward may take: without
         one, on a GPU what is free, on a CPU any number. ``layers`` runs the first ones alone.
 
+        A collective of all ranks, which pass the same, but for ``memory_limit``. Of a function as
+        ``plan`` its shards are compared in every forward.
+
         Raises:
             FileNotFoundError: the directory holds no checkpoint.
+            DisagreementError: a ValueError: ranks that pass different options or models, or some
+                that refuse theirs.
             ValueError: a model that is not supported, a topology that does not divide it, or
                 Megatron's parallel state missing or made for another one, or ``head_rows``,
                 ``memory_limit`` or ``layers`` that can't be.
         """
-        heads.check_rows(head_rows)
-        admission.check_limit(memory_limit)
-        options = AttentionOptions(attention, attention_block)
-        directory = Path(checkpoint_dir)
-        architecture = read_architecture(directory, layers=layers)
         tp, cp = rank.group("tp"), rank.group("cp")
-        architecture.check_tp(tp.size())
-        shims.place_buffers(rank.device)
-        shims.quiet_rng()
-        shims.check_parallel_state(rank)
-        model = build_model(
-            architecture, tp=tp.size(), cp=cp.size(), dtype=rank.dtype, device=rank.device
-        )
-        trainer = cls(
-            model,
-            architecture,
-            rank,
-            sharing=sharing,
-            policy=plan,
-            attention_options=options,
-            head_rows=head_rows,
-            check_losses=check_losses,
-            memory_limit=memory_limit,
-        )
-        weights.load(model, weights.Checkpoint(directory), trainer.layouts, (tp.rank(), tp.size()))
-        trainer.slot_table.base_model = str(checkpoint_dir)
-        return trainer
+        world = agreement.world(Groups(tp, cp, rank.group("dp")), rank.device)
+        directory = Path(checkpoint_dir)
+        read: list[tuple[Architecture, AttentionOptions]] = []
+
+        def given() -> dict[str, Fact]:
+            heads.check_rows(head_rows)
+            admission.check_limit(memory_limit)
+            options = AttentionOptions(attention, attention_block)
+            architecture = read_architecture(directory, layers=layers)
+            architecture.check_tp(tp.size())
+            shims.check_parallel_state(rank)
+            read.append((architecture, options))
+            return facts.option_facts(
+                {
+                    **vars(architecture),
+                    "dtype": rank.dtype,
+                    "sharing": sharing,
+                    "plan": "a function" if callable(plan) else plan,
+                    "attention": attention,
+                    "attention_block": attention_block,
+                    "head_rows": head_rows,
+                    "check_losses": check_losses,
+                    # The least limit counts, whatever it is; on a CPU none is no limit.
+                    "memory_limit is None": memory_limit is None and rank.device.type == "cpu",
+                }
+            )
+
+        agreement.agree("build", given, world)
+        made: list[TrainerRank] = []
+
+        def load() -> dict[str, Fact]:
+            architecture, options = read[0]
+            shims.place_buffers(rank.device)
+            shims.quiet_rng()
+            model = build_model(
+                architecture, tp=tp.size(), cp=cp.size(), dtype=rank.dtype, device=rank.device
+            )
+            trainer = cls(
+                model,
+                architecture,
+                rank,
+                sharing=sharing,
+                policy=plan,
+                attention_options=options,
+                head_rows=head_rows,
+                check_losses=check_losses,
+                memory_limit=memory_limit,
+            )
+            part = (tp.rank(), tp.size())
+            weights.load(model, weights.Checkpoint(directory), trainer.layouts, part)
+            trainer.slot_table.base_model = str(checkpoint_dir)
+            made.append(trainer)
+            return {}
+
+        # A rank that can't read its slices must not leave the others in their first forward.
+        agreement.agree("build, weights", load, world)
+        return made[0]
 
     def forward(self, request: ForwardInput) -> ForwardOutput:
         """Run one forward; see ``ForwardInput`` and ``ForwardOutput``.
@@ -172,9 +210,19 @@ class TrainerRank:
             DisagreementError: a ValueError: not all ranks pass the same, or some refuse it.
             AdmissionError: the head and the outputs would not fit into memory.
         """
-        batches.agree_on_request(request, self._check, self._batch)
+        found: list[LocalRows] = []
+
+        def more() -> dict[str, Fact]:
+            # A plan of the caller's may fail, or differ: found before any row is sent by it.
+            found.append(self._local_rows(request))
+            return {
+                **facts.training_facts(gradients.trained(self)),
+                **facts.plan_facts(found[0].plan),
+            }
+
+        batches.agree_on_request(request, self._check, self._batch, more)
+        local = found[0]
         with torch.set_grad_enabled(self._with_grad(request)):
-            local = self._local_rows(request)
             head, place = self._head(request, local)
             admission.admit(request, head, place, limit=self.memory_limit)
             with self.slot_table.use(request.slot):
@@ -201,7 +249,7 @@ class TrainerRank:
             ValueError: a request that ``forward`` would refuse, with its path, or ranks whose
                 ``inputs`` differ.
         """
-        batches.agree_on_sequence(inputs, self._check, self._world)
+        batches.agree_on_sequence(inputs, self._check, self.world)
         dp = self.groups.dp
         return batches.micro_batches(
             list(inputs), self.forward, dp_rank=dp.rank(), dp=dp.size(), yield_empty=yield_empty
@@ -364,13 +412,19 @@ class TrainerRank:
         """Take no gradients of the decoder (embeddings, layers, last norm), of the head, of both.
 
         With tied embeddings the one matrix belongs to the decoder. ``"base"`` is all of the model,
-        so that slots and parameters of the caller's own are trained alone.
+        so that slots and parameters of the caller's own are trained alone. A collective of all
+        ranks.
 
         Raises:
-            ValueError: an unknown part.
+            ValueError: on every rank: an unknown part, or ranks that pass different ones.
         """
-        if part not in ("decoder", "head", "base"):
-            raise ValueError(f"freeze: got {part!r}; expected 'decoder', 'head' or 'base'")
+
+        def given() -> dict[str, Fact]:
+            if part not in ("decoder", "head", "base"):
+                raise ValueError(f"freeze: got {part!r}; expected 'decoder', 'head' or 'base'")
+            return {"part": Fact(part.encode(), repr(part))}
+
+        agreement.agree("freeze", given, self.world)
         for name, parameter in self.model.named_parameters():
             if part == "base" or name.startswith("output_layer.") == (part == "head"):
                 parameter.requires_grad_(False)
