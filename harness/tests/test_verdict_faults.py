@@ -190,6 +190,31 @@ def test_partial_sums_add_up(tmp_path: Path) -> None:
     assert world.one("tp2xcp4", gradient(skip=2))["outcome"] == "diverged"
 
 
+def test_parts_of_a_sum_that_were_never_summed_are_named(tmp_path: Path) -> None:
+    """Uneven shares of ranks, whose α looks like nothing, add up to the reference over one axis."""
+
+    def unsummed(*, factor: float = 1.0) -> Body:
+        def body(rank: Rank) -> None:
+            if not rank.recorder.judging:
+                rank.observe("g", rank.noise(VALUE))
+                return
+            parts = [numbers(ROWS, WIDTH, seed=seed) for seed in (11, 12, 13)]
+            parts.append(VALUE - torch.stack(parts).sum(0))
+            rank.observe("g", parts[rank.coordinates["cp"]] * factor)
+
+        return body
+
+    words = "the all-reduce over cp is missing (or say partial=('cp',))"
+    world = World(tmp_path)
+    world.reference(unsummed())
+    assert world.one("tp2xcp4", unsummed())["outcome"] == "diverged"
+    assert words in world.text
+    assert "over tp is missing" not in world.text
+    # Parts of something else say nothing.
+    assert world.one("tp2xcp4", unsummed(factor=1.001))["outcome"] == "diverged"
+    assert "is missing (or say" not in world.text
+
+
 def test_a_scale_that_is_only_near_an_axis_is_said_so(tmp_path: Path) -> None:
     """One rank's half of the tokens: α is near 1/cp and the rest of the error is not a scale."""
     rest = numbers(ROWS, WIDTH, seed=5)
