@@ -291,3 +291,21 @@ def test_saved_files_are_those_of_peft(
     ours, pefts = found
     assert set(ours.pop("target_modules")) == set(pefts.pop("target_modules")) == set(TARGETS)
     assert ours == {key: pefts[key] for key in ours}
+
+
+def test_exchanged_parameters_are_neither_reduced_nor_stepped(trainer: TrainerRank) -> None:
+    head = trainer.module("head", lambda: torch.nn.Linear(40, 1))
+    optimizer = trainer.optimizer("sgd", lr=0.1)
+    registered = head.weight
+    words = "module 'head' of the trainer: parameter 'head.weight' is another tensor"
+    for reduced in (False, True):
+        if reduced:
+            list(trainer.named_gradients())
+        head.weight = torch.nn.Parameter(torch.ones(1, 40, dtype=torch.float64))
+        with pytest.raises(ValueError, match=words):
+            if reduced:
+                optimizer.step()
+            else:
+                list(trainer.named_gradients())
+        head.weight = registered
+    assert optimizer.step().stepped

@@ -25,7 +25,8 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
     were zeroed. Returns those of this one.
 
     Raises:
-        ValueError: a backward has added to gradients that were reduced.
+        ValueError: a backward has added to gradients that were reduced, or a module of the
+            caller's holds other parameters than those registered.
     """
     rules = reducers(trainer)
     every = {name: parameter for name, (parameter, _) in rules.items()}
@@ -37,6 +38,7 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
                 "call zero_gradients() between reading gradients and the next backward"
             )
         return reduced
+    trainer.custom.check_modules()
     present = reductions.agree_on_presence(
         [parameter.grad for parameter in every.values()], trainer.groups, device=trainer.device
     )

@@ -43,6 +43,9 @@ class Steppable(Protocol):
     def reduce_gradients(self) -> None:
         """Reduce all gradients over the ranks, once."""
 
+    def check_parts(self) -> None:
+        """Refuse parts that are no longer what was registered; a collective of all ranks."""
+
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
         """Name, this rank's part and placement of all that is stepped."""
 
@@ -89,9 +92,11 @@ class Optimizer:
         ``zero_gradients``.
 
         Raises:
-            ValueError: nothing to step, or a backward has added to gradients that were reduced.
+            ValueError: nothing to step, a backward has added to gradients that were reduced, or a
+                module of the caller's holds other parameters than those registered.
         """
         ready(self._trainer)
+        self._trainer.check_parts()
         slots = by_slot(self._trainer.named_parameters())
         if not slots:
             raise ValueError(
@@ -200,7 +205,7 @@ def ready(trainer: Steppable) -> None:
 def by_slot(
     named: Iterator[tuple[str, torch.nn.Parameter, Placement]],
 ) -> dict[str, Sequence[Named]]:
-    """The parameters of each slot; names begin with it and a slash."""
+    """The parameters of each slot; names begin with it and a slash, and have no other."""
     slots: dict[str, list[Named]] = {}
     for name, parameter, placement in named:
         slots.setdefault(name.rpartition("/")[0] or OWN, []).append(

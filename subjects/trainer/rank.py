@@ -388,6 +388,10 @@ class TrainerRank:
         self.reduce_gradients()
         yield from gradients.by_name(self)
 
+    def check_parts(self) -> None:
+        """Refuse to step what the caller has exchanged; see ``CustomParts.check_modules``."""
+        self.custom.check_modules()
+
     def zero_gradients(self) -> None:
         """Forget all gradients."""
         others = (parameter for _, parameter, _ in self.named_parameters())
