@@ -164,6 +164,9 @@ class CustomParts:
             tensor.requires_grad_(False)
             tensor.grad = None
             tensor.data = share(value, self._groups)
+            if part == "parameter":
+                # Torch takes hooks of what is trained alone, and keeps them.
+                tensor.requires_grad_(True).register_hook(owner.check_gradient)
             tensor.requires_grad_(trained)
             ownership.own(tensor, owner)
         self._parts[slot, name] = owner, members

@@ -182,7 +182,11 @@ class TrainerRank:
             output = heads.outputs(request, hidden, head, place)
         self.forwards += 1
         return losses.watch(
-            output, number=self.forwards, circle=self._batch, compare=self.check_losses
+            output,
+            number=self.forwards,
+            circle=self._batch,
+            compare=self.check_losses,
+            changed=self.slot_table.changes(request.slot),
         )
 
     def forward_micro_batches(
@@ -285,7 +289,8 @@ class TrainerRank:
         them is no part of a snapshot and is parted with, as when the slot is replaced.
 
         Raises:
-            ValueError: on every rank: no such slot, or a snapshot of another configuration.
+            ValueError: on every rank: no such slot, a snapshot of another configuration, or ranks
+                that must hold the same values and were given others.
         """
         self.slot_table.restore(name, snapshot)
 
