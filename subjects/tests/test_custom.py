@@ -154,7 +154,7 @@ def test_copies_belong_to_nobody(parts: CustomParts) -> None:
     assert set(torch.load(file, weights_only=True)) == {"weight", "bias"}
 
 
-EXCHANGES: dict[str, Callable[[torch.nn.Module], object]] = {
+EXCHANGES: dict[str, Callable[[torch.nn.Sequential], object]] = {
     "assigned": lambda module: module.load_state_dict(
         {name: value.clone() for name, value in module.state_dict().items()}, assign=True
     ),
@@ -166,7 +166,7 @@ EXCHANGES: dict[str, Callable[[torch.nn.Module], object]] = {
 
 @pytest.mark.parametrize("way", EXCHANGES)
 def test_exchanged_parameters_of_a_module_are_refused(parts: CustomParts, way: str) -> None:
-    def make() -> torch.nn.Module:
+    def make() -> torch.nn.Sequential:
         return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
 
     module = parts.module("m", make, slot="a")

@@ -198,11 +198,20 @@ def steps(rank: Any) -> None:
     assert not list(ours.moments())
     trainer.own["probe"].grad = good
     assert ours.step().stepped
-    state = ours.state_dict()
+    state, kept = ours.state_dict(), ours.state_dict()["probe"]
     if odd:
         del state["probe"]
     with pytest.raises(ValueError, match=r"load_state_dict.*probe"):
         ours.load_state_dict(state)
+    # A copied moment, the number of steps, and a slice, whose TP coordinate alone must agree.
+    for name, key in (("probe", "exp_avg"), ("a/cut", "step"), ("a/cut", "exp_avg_sq")):
+        state = ours.state_dict()
+        if odd:
+            state[name][key] += 1
+        with pytest.raises(ValueError, match=rf"load_state_dict.*{name}\.{key} is .*digest"):
+            ours.load_state_dict(state)
+        assert all(value.equal(ours.state_dict()["probe"][k]) for k, value in kept.items())
+    ours.load_state_dict(ours.state_dict())
     with pytest.raises(ValueError, match=r"lr is 0\.1 on .*, 0\.2 on "):
         Optimizer(trainer, "adamw", lr=0.2 if odd else 0.1)
     with pytest.raises(ValueError, match="refused by some"):

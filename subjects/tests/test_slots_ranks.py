@@ -172,7 +172,7 @@ def late_backwards(directory: Path) -> None:
         changed.backward()
     trainer.remove_slot("a")
     trainer.add_slot("a", rank=2)
-    with pytest.raises((ValueError, RuntimeError), match="forward 2 .*after slot 'a' was removed"):
+    with pytest.raises((ValueError, RuntimeError), match=r"forward 2 .*after slot 'a' was removed"):
         removed.backward()
     assert all(value.grad is None for _, value, _ in trainer.named_parameters())
     trainer.zero_gradients()

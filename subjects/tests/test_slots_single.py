@@ -348,5 +348,5 @@ def test_a_part_that_goes_between_forward_and_backward_is_named(
     read, also = states.detach() @ probe, states @ other
     trainer.restore_slot("a", trainer.snapshot_slot("a"))
     also.sum().backward()
-    with pytest.raises(RuntimeError, match="'w' of slot 'a' was given a gradient after .*restored"):
+    with pytest.raises(RuntimeError, match="'w' of slot 'a' was given a gradient after"):
         read.sum().backward()

@@ -155,7 +155,7 @@ def agree_on_values(
 
 def of_values(value: Tensor) -> Fact:
     """Every bit of a tensor, its dtype and its shape."""
-    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return Fact(text.encode() + hashlib.blake2b(raw, digest_size=32).digest(), text)
 

@@ -267,7 +267,6 @@ class Slots:
 
     def _agree(self, call: str, name: str, given: Callable[[], Mapping[str, object]]) -> None:
         """Raise on every rank where one of them refuses, or was given something else."""
-
         agreement.agree(call, lambda: _facts({"name": name, **given()}), self._world)
 
     def _factors(self, config: AdapterConfig) -> dict[str, Factor]:
