@@ -193,19 +193,36 @@ def test_parameters_without_gradient_are_left_alone(rank: Rank, build: BuildTrai
 
 @_FEWER
 def test_state_is_taken_up(rank: Rank, build: BuildTrainer) -> None:
-    """A new optimizer goes on from the state of the old one: its second step is a second step."""
+    """A new optimizer goes on from the state of the old one: its second step is a second step.
+
+    The state is a copy on both sides: it is taken up once more, and what it lacks begins anew.
+    """
     trainer = build(sharing="full", layers=1)
     _probe(rank, trainer)
     _slot(rank, trainer, "one", targets=("o_proj",))
-    state = None
-    for step in range(2):
-        optimizer = trainer.optimizer("adamw", **ADAMW)
-        if state is not None:
+    optimizer = trainer.optimizer("adamw", **ADAMW)
+    state: dict[str, dict[str, Tensor]] = {}
+    for step in range(3):
+        if step == 1:
+            optimizer = trainer.optimizer("adamw", **ADAMW)
+            if not rank.is_reference:
+                last = int(rank.index == rank.world_size - 1)
+                other = {
+                    name: {key: value + last for key, value in moments.items()}
+                    for name, moments in state.items()
+                }
+                with pytest.raises(ValueError, match="different things"):
+                    optimizer.load_state_dict(other)
             optimizer.load_state_dict(state)
+        elif step == 2:
+            optimizer.load_state_dict({n: state[n] for n in state if n != "probe"})
         _losses(rank, trainer, {"one": 1.0}, batches=rank.split(requests(rank)))
         _observe(rank, trainer, optimizer, optimizer.step(), step)
         trainer.zero_gradients()
-        state = optimizer.state_dict()
+        if step == 0:
+            state = optimizer.state_dict()
+            for _, moment, _ in optimizer.moments():
+                moment.zero_()
 
 
 def test_forward_follows_the_step(rank: Rank, build: BuildTrainer) -> None:
