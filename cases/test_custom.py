@@ -229,11 +229,14 @@ def test_head_of_a_replaced_slot_is_stale(rank: Rank, build: BuildTrainer) -> No
         trainer.add_slot(name, rank=2, targets=("q_proj",), factory=factors(rank, "old"))
     kept = trainer.parameter("kept", lambda: probe_weight(rank), slot="other")
     request = requests(rank)[0]
-    loaded = trainer.buffer("loaded", lambda: torch.ones(HIDDEN, 1), slot="one")
+    loaded: list[Tensor] = []
     if not rank.is_reference:
         directory = rank.case_dir / f"saved-{rank.topology.name}"
         trainer.save_slot("one", directory)
-        trainer.load_slot("one", directory)
+        for _ in range(2):
+            # The name is free again once the slot is loaded anew.
+            loaded.append(trainer.buffer("loaded", lambda: torch.ones(HIDDEN, 1), slot="one"))
+            trainer.load_slot("one", directory)
     old = trainer.module("head", lambda: _head(rank, "old"), slot="one")
     probe = trainer.parameter("probe", lambda: probe_weight(rank), slot="one")
     late: list[Tensor] = []
@@ -249,7 +252,7 @@ def test_head_of_a_replaced_slot_is_stale(rank: Rank, build: BuildTrainer) -> No
             old,
             old.left,
             lambda rows: rows @ probe,
-            lambda rows: rows @ loaded,
+            lambda rows: rows @ loaded[0],
         ]
         for use in uses:
             with pytest.raises(RuntimeError, match="was used after"):
