@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +319,61 @@ def test_saved_files_are_those_of_peft(
     ours, pefts = found
     assert set(ours.pop("target_modules")) == set(pefts.pop("target_modules")) == set(TARGETS)
     assert ours == {key: pefts[key] for key in ours}
+
+
+def test_exchanged_parameters_are_neither_reduced_nor_stepped(trainer: TrainerRank) -> None:
+    head = trainer.module("head", lambda: torch.nn.Linear(40, 1))
+    optimizer = trainer.optimizer("sgd", lr=0.1)
+    registered = head.weight
+    words = "module 'head' of the trainer: parameter 'head.weight' is another tensor"
+    for use in (lambda: list(trainer.named_gradients()), optimizer.step):
+        # The second time gradients are reduced already.
+        head.weight = torch.nn.Parameter(torch.ones(1, 40, dtype=torch.float64))
+        with pytest.raises(ValueError, match=words):
+            use()
+        head.weight = registered
+        list(trainer.named_gradients())
+    assert optimizer.step().stepped
+
+
+CHANGES: dict[str, Callable[[TrainerRank, Path], object]] = {
+    "slot 'a' was removed": lambda trainer, _: trainer.remove_slot("a"),
+    "slot 'a' was replaced": lambda trainer, adapter: trainer.load_slot("a", adapter),
+    r"layers\.0\.self_attn\.q_proj\.lora_A of slot 'a' was changed in place": (
+        lambda trainer, _: trainer.restore_slot("a", trainer.snapshot_slot("a"))
+    ),
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_a_slot_that_changes_between_forward_and_backward_is_named(
+    trainer: TrainerRank, adapter: Path, words: str
+) -> None:
+    trainer.load_slot("a", adapter)
+    trainer.load_slot("b", adapter)
+    states, others, bare = (_states(trainer, slot) for slot in ("a", "b", None))
+    CHANGES[words](trainer, adapter)
+    others.sum().backward()
+    bare.sum().backward()
+    with pytest.raises(RuntimeError, match=rf"backward of forward 1 came after .*{words}.*Finish"):
+        states.sum().backward()
+    assert all(p.grad is None for name, p, _ in trainer.named_parameters() if name[:2] == "a/")
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_part_that_goes_between_forward_and_backward_is_named(
+    trainer: TrainerRank, adapter: Path, *, trained: bool
+) -> None:
+    trainer.load_slot("a", adapter)
+    trainer.load_slot("b", adapter)
+    probe = trainer.parameter(
+        "w", lambda: torch.nn.Parameter(torch.ones(40), requires_grad=trained), slot="a"
+    )
+    other = trainer.parameter("w", lambda: torch.ones(40), slot="b")
+    probe.requires_grad_()
+    states = _states(trainer, None)[:, :40]
+    read, also = states.detach() @ probe, states @ other
+    trainer.restore_slot("a", trainer.snapshot_slot("a"))
+    also.sum().backward()
+    with pytest.raises(RuntimeError, match="'w' of slot 'a' was given a gradient after"):
+        read.sum().backward()

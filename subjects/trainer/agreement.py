@@ -80,6 +80,12 @@ def data_parallel(groups: Groups, device: torch.device) -> Circle:
     return Circle((("dp", groups.dp),), device, "one TP and CP coordinate")
 
 
+def replicas(groups: Groups, device: torch.device) -> Circle:
+    """The ranks that hold the same slice of what TP cuts: those of one TP coordinate."""
+    axes = (("cp", groups.cp), ("dp", groups.dp))
+    return Circle(axes, device, f"the slice of tp={groups.tp.rank()}")
+
+
 def agree(call: str, facts: Callable[[], Mapping[str, Fact]], circle: Circle) -> None:
     """Raise on every rank of ``circle`` where one refuses or their facts differ.
 
@@ -116,6 +122,47 @@ def agree(call: str, facts: Callable[[], Mapping[str, Fact]], circle: Circle) ->
             raise refusal
         raise DisagreementError(refused_text(call, texts, circle)) from refusal
     raise DisagreementError(differing_text(call, [note["facts"] for note in notes], circle))
+
+
+def agree_on_values(
+    call: str,
+    facts: Callable[[], Mapping[str, Fact]],
+    values: Callable[[], Mapping[str, tuple[Tensor, bool]]],
+    groups: Groups,
+    device: torch.device,
+) -> None:
+    """As ``agree`` of all ranks, and on values of which TP ranks may hold slices.
+
+    ``values`` are asked for once all ranks have agreed on ``facts``: each tensor, and whether TP
+    cuts it, of which slices are compared over CP and DP alone.
+
+    Raises:
+        Exception: as ``agree``, on every rank, whichever of them differ.
+    """
+    everyone = world(groups, device)
+    agree(call, facts, everyone)
+    found = {name: (of_values(value), cut) for name, (value, cut) in values().items()}
+    apart: DisagreementError | None = None
+    try:
+        cut = {name: fact for name, (fact, is_cut) in found.items() if is_cut}
+        agree(f"{call}, slices", lambda: cut, replicas(groups, device))
+    except DisagreementError as error:
+        apart = error
+
+    def whole() -> dict[str, Fact]:
+        # What only some slices differ in is refused by the ranks of all.
+        if apart is not None:
+            raise apart
+        return {name: fact for name, (fact, is_cut) in found.items() if not is_cut}
+
+    agree(f"{call}, values", whole, everyone)
+
+
+def of_values(value: Tensor) -> Fact:
+    """Every bit of a tensor, its dtype and its shape."""
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return Fact(text.encode() + hashlib.blake2b(raw, digest_size=32).digest(), text)
 
 
 def exchange(call: str, payload: Tensor, circle: Circle) -> Tensor:

@@ -27,7 +27,8 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
     on what is trained.
 
     Raises:
-        ValueError: on every rank: a backward has added to gradients that were reduced, on any.
+        ValueError: on every rank: a backward has added to gradients that were reduced, on any; or a
+            module of the caller's holds other parameters than those registered.
         DisagreementError: ranks that train other parameters, or have reduced where others have
             not; or a caller's parameter whose gradients differ between the ranks of a batch.
     """
@@ -50,6 +51,7 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
     agreement.agree("reading or reducing gradients", known, trainer.world)
     if reduced is not None:
         return reduced
+    trainer.custom.check_modules()
     if trainer.check_losses:
         losses.compare_own(
             {name: one.grad for name, one in trainer.custom.named_parameters()}, trainer.world

@@ -230,7 +230,11 @@ class TrainerRank:
             output = heads.outputs(request, hidden, head, place)
         self.forwards += 1
         return losses.watch(
-            output, number=self.forwards, circle=self._batch, compare=self.check_losses
+            output,
+            number=self.forwards,
+            circle=self._batch,
+            compare=self.check_losses,
+            changed=self.slot_table.changes(request.slot),
         )
 
     def forward_micro_batches(
@@ -337,7 +341,8 @@ class TrainerRank:
         them is no part of a snapshot and is parted with, as when the slot is replaced.
 
         Raises:
-            ValueError: on every rank: no such slot, or a snapshot of another configuration.
+            ValueError: on every rank: no such slot, a snapshot of another configuration, or ranks
+                that must hold the same values and were given others.
             TypeError: on every rank: something that is no snapshot.
         """
         self.slot_table.restore(name, snapshot)
@@ -446,6 +451,10 @@ class TrainerRank:
         """
         self.reduce_gradients()
         yield from gradients.by_name(self)
+
+    def check_parts(self) -> None:
+        """Refuse to step what the caller has exchanged; see ``CustomParts.check_modules``."""
+        self.custom.check_modules()
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""

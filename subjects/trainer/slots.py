@@ -23,6 +23,7 @@ from subjects.trainer.adapters import AdapterConfig
 from subjects.trainer.agreement import Fact
 from subjects.trainer.architecture import Architecture
 from subjects.trainer.lora import Factor
+from subjects.trainer.ownership import Owner
 from subjects.trainer.reductions import Groups
 
 Factory = Callable[[str, tuple[int, ...]], Tensor]
@@ -34,11 +35,15 @@ _HEAD_COPY = "lm_head.base_layer"
 
 @dataclass(frozen=True)
 class Slot:
-    """One adapter on this rank: its factors, and this rank's part of each, by name."""
+    """One adapter on this rank: its factors, and this rank's part of each, by name.
+
+    ``owner`` knows whether the slot is still there.
+    """
 
     config: AdapterConfig
     factors: Mapping[str, Factor]
     values: Mapping[str, torch.nn.Parameter]
+    owner: Owner
 
     @property
     def targets(self) -> Sequence[str]:
@@ -148,6 +153,15 @@ class Slots:
             return None
         return HeadFactors(*slot.pair("lm_head"), slot.scale())
 
+    def changes(self, name: str | None) -> Callable[[], str]:
+        """A function that says what has happened to a slot since this call; "" for nothing.
+
+        Raises:
+            ValueError: the slot does not exist.
+        """
+        slot = choose(self, name)
+        return (lambda: "") if slot is None else changes_of(slot)
+
     def named_factors(self) -> Iterator[tuple[str, torch.nn.Parameter, Factor]]:
         """Name of the gradient (slot/factor), this rank's part and the factor, slot by slot."""
         for slot, found in self._slots.items():
@@ -234,7 +248,13 @@ class Slots:
 
     def restore(self, name: str, snapshot: SlotSnapshot) -> None:
         """Set this rank's values to those of a snapshot; see ``TrainerRank.restore_slot``."""
-        self._agree("restore_slot", name, lambda: self._check_snapshot(name, snapshot))
+        agreement.agree_on_values(
+            "restore_slot",
+            lambda: _facts({"name": name, **self._check_snapshot(name, snapshot)}),
+            lambda: self._with_cuts(name, snapshot),
+            self.groups,
+            self.device,
+        )
         with torch.no_grad():
             for factor, value in self._slots[name].values.items():
                 value.copy_(snapshot.values[factor])
@@ -243,7 +263,7 @@ class Slots:
     def remove(self, name: str) -> None:
         """Forget a slot; see ``TrainerRank.remove_slot``."""
         self._agree("remove_slot", name, lambda: {"configuration": self.get(name).config})
-        self._retire(name, "removed")
+        self._part_with(name, "removed")
         del self._slots[name]
 
     @property
@@ -256,12 +276,7 @@ class Slots:
 
     def _agree(self, call: str, name: str, given: Callable[[], Mapping[str, object]]) -> None:
         """Raise on every rank where one of them refuses, or was given something else."""
-
-        def facts() -> dict[str, Fact]:
-            texts = {key: str(value) for key, value in {"name": name, **given()}.items()}
-            return {key: Fact(text.encode(), text) for key, text in texts.items()}
-
-        agreement.agree(call, facts, self._world)
+        agreement.agree(call, lambda: _facts({"name": name, **given()}), self._world)
 
     def _factors(self, config: AdapterConfig) -> dict[str, Factor]:
         return {one.name: one for one in lora.factors(config, self.architecture)}
@@ -284,6 +299,13 @@ class Slots:
                 "it into a slot of the same configuration, on the topology that it was taken on"
             )
         return {"configuration": slot.config}
+
+    def _with_cuts(self, name: str, snapshot: SlotSnapshot) -> dict[str, tuple[Tensor, bool]]:
+        """Values of a snapshot, and whether tensor parallelism cuts each."""
+        return {
+            factor: (snapshot.values[factor], one.dim is not None)
+            for factor, one in self._slots[name].factors.items()
+        }
 
     def _drawn(self, slot: str, config: AdapterConfig, factory: Factory) -> Tensor:
         """The whole factors, end to end, in the dtype of the run."""
@@ -331,17 +353,28 @@ class Slots:
         values: Mapping[str, Tensor],
     ) -> None:
         if name in self._slots:
-            self._retire(name, "replaced")
-        self._slots[name] = Slot(config, factors, {n: self._owned(v) for n, v in values.items()})
+            self._part_with(name, "replaced")
+        owned = {n: self._owned(v) for n, v in values.items()}
+        self._slots[name] = Slot(config, factors, owned, Owner(f"slot {name!r}"))
 
     def _owned(self, value: Tensor) -> torch.nn.Parameter:
         # A copy, so that a slice does not keep the whole alive.
         here = value.detach().to(device=self.device, dtype=self.dtype, copy=True)
         return torch.nn.Parameter(here.contiguous())
 
+    def _part_with(self, name: str, what: str) -> None:
+        self._slots[name].owner.gone = f"slot {name!r} was {what}"
+        self._retire(name, what)
+
     def _retire(self, name: str, what: str) -> None:
         for callback in self.on_replace:
             callback(name, f"slot {name!r} was {what}")
+
+
+def _facts(given: Mapping[str, object]) -> dict[str, Fact]:
+    """What ranks are told, as what they compare: all that its words say."""
+    texts = {key: str(value) for key, value in given.items()}
+    return {key: Fact(text.encode(), text) for key, text in texts.items()}
 
 
 class _Initial:
@@ -436,6 +469,19 @@ def _made(factory: Factory, slot: str, name: str, shape: tuple[int, ...]) -> Ten
 def choose(slots: Slots, name: str | None) -> Slot | None:
     """The slot that a forward asked for; None for the bare model."""
     return None if name is None else slots.get(name)
+
+
+def changes_of(slot: Slot) -> Callable[[], str]:
+    """A function that says whether the slot is gone or its values were changed since this call."""
+    versions = {name: value._version for name, value in slot.values.items()}
+
+    def changed() -> str:
+        found = [name for name, value in slot.values.items() if value._version != versions[name]]
+        if slot.owner.gone or not found:
+            return slot.owner.gone
+        return f"{found[0]} of {slot.owner.what} was changed in place"
+
+    return changed
 
 
 def scale_of(config: AdapterConfig) -> float:

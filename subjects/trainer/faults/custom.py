@@ -15,11 +15,14 @@ from subjects.trainer.custom import CustomParts, Member
 from subjects.trainer.faults.fault import Fault
 from subjects.trainer.ownership import Owner
 from subjects.trainer.reductions import Groups
+from subjects.trainer.slots import Slots
 
 _reduce_custom = reductions.reduce_custom
 _facts_of = structure.facts_of
 _module = CustomParts.module
 _buffer = CustomParts.buffer
+_retire = CustomParts.retire
+_part_with = Slots._part_with
 
 
 def _own_values(value: Tensor, groups: Groups) -> Tensor:  # noqa: ARG001
@@ -92,6 +95,29 @@ def _never_stale(self: Owner) -> None:
 
 def _kept(self: CustomParts, slot: str, why: str) -> None:
     del self, slot, why
+
+
+def _all_retired(self: CustomParts, slot: str, why: str) -> None:
+    for owner in {slot, *(key[0] for key in self._parts if key[0] is not None)}:
+        _retire(self, owner, why)
+
+
+def _parted_with_nothing(self: Slots, name: str, what: str) -> None:
+    if what != "replaced":
+        _part_with(self, name, what)
+
+
+def _no_changes(self: Slots, name: str | None) -> Callable[[], str]:
+    del self, name
+    return lambda: ""
+
+
+def _any_gradient(self: Owner, gradient: Tensor) -> None:
+    del self, gradient
+
+
+def _not_looked_at(self: CustomParts) -> None:
+    del self
 
 
 def _shapes_alone(kind: str, made: object, borrowed: Collection[Tensor]) -> dict[str, Fact]:
@@ -212,6 +238,46 @@ FAULTS: dict[str, Fault] = {
         axis="any",
         case="test_custom.test_head_of_a_replaced_slot_is_stale",
         shows="raised: is taken",
+    ),
+    "a slot takes every slot's heads with it": _fault(
+        _all_retired,
+        CustomParts,
+        "retire",
+        axis="any",
+        case="test_custom.test_head_of_a_replaced_slot_is_stale",
+        shows="raised: was used after",
+    ),
+    "a slot that is loaded anew keeps the old one's heads": _fault(
+        _parted_with_nothing,
+        Slots,
+        "_part_with",
+        axis="any",
+        case="test_custom.test_head_of_a_replaced_slot_is_stale",
+        shows="raised: is taken",
+    ),
+    "a backward goes to a slot that is gone": _fault(
+        _no_changes,
+        Slots,
+        "changes",
+        axis="any",
+        case="test_custom.test_head_of_a_replaced_slot_is_stale",
+        shows="raised: DID NOT RAISE",
+    ),
+    "a head that is gone takes gradients": _fault(
+        _any_gradient,
+        Owner,
+        "check_gradient",
+        axis="any",
+        case="test_custom.test_head_of_a_replaced_slot_is_stale",
+        shows="raised: DID NOT RAISE",
+    ),
+    "an exchanged parameter is trained by nobody": _fault(
+        _not_looked_at,
+        CustomParts,
+        "check_modules",
+        axis="any",
+        case="test_custom.test_ranks_that_make_different_heads_are_refused",
+        shows="raised: DID NOT RAISE",
     ),
     "ranks compare the shapes of heads alone": _fault(
         _shapes_alone,
