@@ -47,8 +47,9 @@ class TrainerRank:
     All ranks of a batch (every TP and CP coordinate of one DP coordinate) call ``forward`` with the
     same request and get the same outputs. **Losses must be identical on all TP and CP replicas of a
     batch**: compute them from the outputs alone. Ranks of different DP coordinates may call
-    ``forward`` as often as they have batches; ``module``, ``parameter``, ``buffer``,
-    ``reduce_gradients``, ``named_gradients`` and ``dp_reduce`` are collectives of all ranks.
+    ``forward`` as often as they have batches; ``build``, ``freeze``, ``module``, ``parameter``,
+    ``buffer``, ``reduce_gradients``, ``named_gradients`` and ``dp_reduce`` are collectives of all
+    ranks.
 
     Gradients accumulate over forwards. They are reduced once, by ``reduce_gradients`` or the first
     ``named_gradients``; then ``zero_gradients`` begins anew.
