@@ -263,7 +263,8 @@ def test_head_of_a_replaced_slot_is_stale(rank: Rank, build: BuildTrainer) -> No
         trainer.zero_gradients()
     for one in rank.split(requests(rank)):
         _read(rank, trainer, one, head, "one")
-    (kept.square().sum() * 0.3).backward()
+        # Once for each batch: over dp it sums.
+        (kept.square().sum() * 0.3).backward()
     _observe(rank, trainer)
 
 
