@@ -162,6 +162,13 @@ def test_rows_gathered_twice(tmp_path: Path) -> None:
     assert "gathered over cp although every rank held the whole" in world.text
 
 
+def share(rank: Rank) -> torch.Tensor:
+    """This rank's share of VALUE along cp4: uneven ones, which add up to it."""
+    parts = [numbers(ROWS, WIDTH, seed=seed) for seed in (11, 12, 13)]
+    parts.append(VALUE - torch.stack(parts).sum(0))
+    return parts[rank.coordinates["cp"]]
+
+
 def gradient(*, factor: float = 1.0, skip: int | None = None) -> Body:
     """A gradient that is a mean over cp ranks: partial sums, each divided by cp."""
 
@@ -169,11 +176,9 @@ def gradient(*, factor: float = 1.0, skip: int | None = None) -> Body:
         if not rank.recorder.judging:
             rank.observe("g", rank.noise(VALUE))
             return
-        parts = [numbers(ROWS, WIDTH, seed=seed) for seed in (11, 12, 13)]
-        parts.append(VALUE - torch.stack(parts).sum(0))
-        at = rank.coordinates["cp"]
-        part = parts[at] * factor
-        rank.observe("g", part * 0 if at == skip else part, partial=("cp",))
+        part = share(rank) * factor
+        missing = rank.coordinates["cp"] == skip
+        rank.observe("g", part * 0 if missing else part, partial=("cp",))
 
     return body
 
@@ -198,9 +203,7 @@ def test_parts_of_a_sum_that_were_never_summed_are_named(tmp_path: Path) -> None
             if not rank.recorder.judging:
                 rank.observe("g", rank.noise(VALUE))
                 return
-            parts = [numbers(ROWS, WIDTH, seed=seed) for seed in (11, 12, 13)]
-            parts.append(VALUE - torch.stack(parts).sum(0))
-            rank.observe("g", parts[rank.coordinates["cp"]] * factor)
+            rank.observe("g", share(rank) * factor)
 
         return body
 
