@@ -3,23 +3,27 @@
 #   PYTHON=python3.12   the interpreter that .venv is made with (first run only)
 #   TORCH=2.14.1        another version of torch
 #   ARGS="-k readout"   more arguments for pytest
+#   REV=main            what `make against` and `make diagnostics` compare with
 
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 BIN := .venv/bin
 # Parts of the tree that exist, in the order in which they depend on each other.
-TESTED := $(wildcard harness/tests oracles subjects)
+TESTED := $(wildcard harness/tests oracles subjects ci/tests)
 CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
-# `make test PART=...`: unit, faults (ranks and sessions die), controls (faults put into the trainer
-# must be caught) or floors (of what the cases observe). The whole check gives each its own lane.
+# `make test PART=...`: unit, faults (ranks and sessions die), against (the control against a parent),
+# controls (faults put into the trainer must be caught) or floors (of what the cases observe). The
+# whole check gives each its own lane.
 PART ?= all
 FAULTS := $(wildcard $(addprefix harness/tests/test_,plugin_faults.py fleet_survivors.py ledger_cells.py))
+AGAINST := $(wildcard harness/tests/test_against_*.py ci/tests/test_diagnostics.py)
 CONTROLS := $(wildcard subjects/tests/test_controls.py)
 FLOORS := $(wildcard subjects/tests/test_floor_of_cases.py)
 CHOSEN_all := $(TESTED)
-CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(CONTROLS) $(FLOORS))
+CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROLS) $(FLOORS))
 CHOSEN_faults := $(FAULTS)
+CHOSEN_against := $(AGAINST)
 CHOSEN_controls := $(CONTROLS)
 CHOSEN_floors := $(FLOORS)
 # `make parity CASES=...`: core (outputs, gradients, metrics, attention, the contract), parts (slots,
@@ -32,14 +36,17 @@ CASES_parts := $(PARTS)
 CASES_all := cases
 # `make properties EXAMPLES=...`: how many random forwards.
 EXAMPLES ?= 1000
-PROGRAMS := ci/benchmark ci/ledger_suite ci/lock ci/setup ci/wheel
+PROGRAMS := ci/benchmark ci/diagnostics ci/ledger_suite ci/lock ci/setup ci/wheel
 
 # One thread a process: a cell runs as many processes as it has ranks.
 export OMP_NUM_THREADS ?= 1
+# The commit before: the parent of a change that is one commit.
+REV ?= HEAD~1
 export TORCH
 
 .DEFAULT_GOAL := parity
-.PHONY: parity test properties lint style types format lock lock-check wheel benchmark setup clean
+.PHONY: parity test properties lint style types format lock lock-check wheel benchmark against diagnostics \
+	setup clean
 
 parity: setup ## the parity cases, on every topology that they name
 	$(BIN)/pytest $(CASES_$(CASES)) -m "not native" $(ARGS)
@@ -74,6 +81,12 @@ wheel: setup ## build the wheel, and try it in an empty environment
 
 benchmark: setup ## seconds per trivial case, beside other ways to run one
 	$(BIN)/python ci/benchmark $(ARGS)
+
+against: setup ## the parity cases on the trainer of REV too: which of them catch the difference
+	$(BIN)/pytest cases -m "not native" --against "$(REV)" $(ARGS)
+
+diagnostics: setup ## fail on lint and type diagnostics that REV does not have
+	$(BIN)/python ci/diagnostics "$(REV)" --types $(CHECKED) $(PROGRAMS)
 
 setup:
 	@if [ -z "$(PYTHON)" ]; then \

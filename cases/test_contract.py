@@ -68,6 +68,17 @@ def last_place(rank: Rank) -> str:
     return ", ".join(f"{axis}={rank.size(axis) - 1}" for axis in axes)
 
 
+def runs(work: Tensor, cp: int) -> list[list[int]]:
+    """Rows in runs, as a plan of the caller's."""
+    rows = len(work)
+    return [list(range(rows * at // cp, rows * (at + 1) // cp)) for at in range(cp)]
+
+
+def reversed_runs(work: Tensor, cp: int) -> list[list[int]]:
+    """Shards of the same rows, in another order."""
+    return [shard[::-1] for shard in runs(work, cp)]
+
+
 def observe_step(rank: Rank, trainer: Trainer, mine: list[Request]) -> None:
     """One right step: the trainer works, and nothing of what was refused is left in it."""
     trainer.zero_gradients()
@@ -135,7 +146,19 @@ def test_what_one_rank_alone_is_told_is_refused_by_all(rank: Rank, build: BuildT
         inputs: list[Nested] = [good, [good]] if is_last(rank) else [good]
         text = refused(rank, lambda: trainer.dp_rank_forward(inputs))
         assert "inputs[1][0].input_tokens is nothing on" in text, text
+        text = refused(rank, partial(build, only={"head_rows": 6 if is_last(rank) else 5}))
+        assert "head_rows is 5 on" in text, text
+        uncertain = build(plan=reversed_runs if is_last(rank) else runs)
+        text = refused(rank, lambda: uncertain.forward(good))
+        assert "plan is shards of" in text, text
+        uncertain = build()
+        uncertain.parameter("half", lambda: torch.ones(3)).requires_grad_(not is_last(rank))
+        text = refused(rank, lambda: uncertain.forward(good))
+        assert "what is frozen is nothing on" in text, text
+        assert f"half on {last_place(rank)}" in text, text
     if rank.world_size > 1:
+        text = refused(rank, lambda: trainer.freeze("head" if rank.index else "base"))
+        assert "part is 'base' on" in text, text
         sequence = [good] * (2 if rank.index else 3)
         text = refused(rank, lambda: trainer.forward_micro_batches(sequence))
         assert "len(inputs) is 3 on" in text, text
@@ -174,10 +197,22 @@ def test_losses_that_differ_are_refused(rank: Rank, build: BuildTrainer) -> None
         assert f"none on {last_place(rank)}" in text
         text = run(lambda scores, _: scores.sum() * (float("nan") if last else 1.0))
         assert "norm nan" in text
+        # Nothing of it reaches the outputs, but a parameter of the caller's.
+        trainer.zero_gradients()
+        probe = trainer.parameter("probe", lambda: torch.ones(40))
+        output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
+        assert output.hidden_states is not None
+        read = (output.hidden_states.detach() @ probe).sum()
+        (weighted_loss(request, output) + read * (-1 if last else 1)).backward()
+        text = refused(rank, lambda: list(trainer.named_gradients()))
+        assert "that of probe has sum" in text
         # Whoever must take unequal losses can say so, and answers for the gradients.
         trainer = build(only={"check_losses": False})
+        probe = trainer.parameter("probe", lambda: torch.ones(40))
         output = trainer.forward(request.ask(target_tokens=request.targets))
-        (weighted_loss(request, output) * (2 if last else 1)).backward()
+        factor = 2 if last else 1
+        (weighted_loss(request, output) * factor + probe.sum() * factor).backward()
+        assert len(list(trainer.named_gradients())) > 1
         trainer = build()
     observe_step(rank, trainer, mine)
 

@@ -220,23 +220,51 @@ def test_heads_of_slots(rank: Rank, build: BuildTrainer) -> None:
 
 @_FEWER
 def test_head_of_a_replaced_slot_is_stale(rank: Rank, build: BuildTrainer) -> None:
-    """A head that outlives its slot's weights is refused; the new one's is trained alone."""
+    """A head that outlives its slot's weights is refused; the new one's is trained alone.
+
+    So is a backward that comes after them. What another slot owns stays.
+    """
     trainer = build(sharing="full")
-    trainer.add_slot("one", rank=2, targets=("q_proj",), factory=factors(rank, "old"))
+    for name in ("one", "other"):
+        trainer.add_slot(name, rank=2, targets=("q_proj",), factory=factors(rank, "old"))
+    kept = trainer.parameter("kept", lambda: probe_weight(rank), slot="other")
+    request = requests(rank)[0]
+    loaded: list[Tensor] = []
+    if not rank.is_reference:
+        directory = rank.case_dir / f"saved-{rank.topology.name}"
+        trainer.save_slot("one", directory)
+        for _ in range(2):
+            # The name is free again once the slot is loaded anew.
+            loaded.append(trainer.buffer("loaded", lambda: torch.ones(HIDDEN, 1), slot="one"))
+            trainer.load_slot("one", directory)
     old = trainer.module("head", lambda: _head(rank, "old"), slot="one")
     probe = trainer.parameter("probe", lambda: probe_weight(rank), slot="one")
+    late: list[Tensor] = []
+    if not rank.is_reference:
+        states = states_of(trainer.forward(request.ask(hidden_states=True, slot="one")))
+        late = [states, states.detach() @ probe]
     trainer.remove_slot("one")
     trainer.add_slot("one", rank=3, targets=("o_proj",), factory=factors(rank, "new"))
     head = trainer.module("head", lambda: _head(rank, "new"), slot="one")
-    request = requests(rank)[0]
     if not rank.is_reference:
         states = states_of(trainer.forward(request.ask(hidden_states=True, no_grad=True)))
-        uses: list[Callable[[Tensor], Tensor]] = [old, old.left, lambda rows: rows @ probe]
+        uses: list[Callable[[Tensor], Tensor]] = [
+            old,
+            old.left,
+            lambda rows: rows @ probe,
+            lambda rows: rows @ loaded[0],
+        ]
         for use in uses:
             with pytest.raises(RuntimeError, match="was used after"):
                 use(states)
+        for output in late:
+            with pytest.raises(RuntimeError, match="after slot 'one' was removed"):
+                output.sum().backward()
+        trainer.zero_gradients()
     for one in rank.split(requests(rank)):
         _read(rank, trainer, one, head, "one")
+        # Once for each batch: over dp it sums.
+        (kept.square().sum() * 0.3).backward()
     _observe(rank, trainer)
 
 
@@ -262,7 +290,10 @@ def _tied(really: bool) -> torch.nn.Module:
 
 @_FEWER
 def test_ranks_that_make_different_heads_are_refused(rank: Rank, build: BuildTrainer) -> None:
-    """On every rank, before anything is sent: nobody waits, and the name stays free."""
+    """On every rank, before anything is sent: nobody waits, and the name stays free.
+
+    So is a head of which a rank has exchanged a parameter since.
+    """
     trainer = build(sharing="full")
     if not rank.is_reference:
         last = int(rank.index == rank.world_size - 1)
@@ -271,4 +302,11 @@ def test_ranks_that_make_different_heads_are_refused(rank: Rank, build: BuildTra
                 trainer.module("head", partial(make, last))
             assert "head" in str(refused.value), way
     head = trainer.module("head", lambda: _head(rank))
+    if not rank.is_reference:
+        registered = head.read.weight
+        if last:
+            head.read.weight = torch.nn.Parameter(torch.ones_like(registered))
+        with pytest.raises(ValueError, match=r"head\.read\.weight"):
+            list(trainer.named_gradients())
+        head.read.weight = registered
     rank.observe("values", dict(head.state_dict()))

@@ -12,6 +12,7 @@ from cases.material import (
     TOPOLOGIES,
     logprobs_of,
     probe_weight,
+    request_of,
     requests,
     spread,
     states_of,
@@ -129,6 +130,29 @@ def test_tied_embeddings(rank: Rank, build: BuildTrainer, sharing: str) -> None:
     for request in rank.split(requests(rank)):
         output = trainer.forward(request.ask(target_tokens=request.targets))
         (logprobs_of(output) * request.weights).sum().backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_equal_documents_with_equal_targets(rank: Rank, trainer: Trainer) -> None:
+    """Documents given twice, targets and all: what both send back meets in one element.
+
+    With shared prefixes both ask the same row of the head for the same token.
+    """
+    for request in rank.split(requests(rank)):
+        twice = request_of(rank, f"{request.name}-twice", request.documents * 2)
+        output = trainer.forward(twice.ask(target_tokens=request.targets.repeat(2)))
+        rank.observe(f"{request.name}.logprobs", output.target_logprobs)
+        (logprobs_of(output) * twice.weights).sum().backward()
+    rank.observe_gradients(trainer.named_gradients())
+
+
+def test_a_token_asked_for_twice(rank: Rank, trainer: Trainer) -> None:
+    """Targets of one position that are equal: each has a weight of its own."""
+    for request in rank.split(requests(rank)):
+        targets = torch.stack([request.targets, request.targets.roll(3), request.targets], 1)
+        output = trainer.forward(request.ask(target_tokens=targets))
+        rank.observe(f"{request.name}.logprobs", output.target_logprobs)
+        (logprobs_of(output) * request.goals).sum().backward()
     rank.observe_gradients(trainer.named_gradients())
 
 

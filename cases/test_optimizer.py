@@ -117,12 +117,23 @@ def test_adamw(rank: Rank, build: BuildTrainer) -> None:
 
 
 def test_sgd_with_momentum(rank: Rank, build: BuildTrainer) -> None:
-    """Momentum carries the first step's reduced gradient into the second."""
+    """Momentum carries the first step's reduced gradient into the second.
+
+    Ranks that would take up other states are refused.
+    """
     trainer = build(sharing="full", layers=1)
     _probe(rank, trainer)
     _slot(rank, trainer, "one")
     optimizer = trainer.optimizer("sgd", **SGD)
     _two_steps(rank, trainer, optimizer, {"one": 0.2})
+    if not rank.is_reference:
+        last = int(rank.index == rank.world_size - 1)
+        state = {
+            name: {key: value + last for key, value in moments.items()}
+            for name, moments in optimizer.state_dict().items()
+        }
+        with pytest.raises(ValueError, match="different things"):
+            optimizer.load_state_dict(state)
 
 
 def test_clipping_is_by_slot(rank: Rank, build: BuildTrainer) -> None:
@@ -193,19 +204,28 @@ def test_parameters_without_gradient_are_left_alone(rank: Rank, build: BuildTrai
 
 @_FEWER
 def test_state_is_taken_up(rank: Rank, build: BuildTrainer) -> None:
-    """A new optimizer goes on from the state of the old one: its second step is a second step."""
+    """A new optimizer goes on from the state of the old one: its second step is a second step.
+
+    The state is a copy on both sides: it is taken up once more, and what it lacks begins anew.
+    """
     trainer = build(sharing="full", layers=1)
     _probe(rank, trainer)
     _slot(rank, trainer, "one", targets=("o_proj",))
-    state = None
-    for step in range(2):
-        optimizer = trainer.optimizer("adamw", **ADAMW)
-        if state is not None:
+    optimizer = trainer.optimizer("adamw", **ADAMW)
+    state: dict[str, dict[str, Tensor]] = {}
+    for step in range(3):
+        if step == 1:
+            optimizer = trainer.optimizer("adamw", **ADAMW)
             optimizer.load_state_dict(state)
+        elif step == 2:
+            optimizer.load_state_dict({n: state[n] for n in state if n != "probe"})
         _losses(rank, trainer, {"one": 1.0}, batches=rank.split(requests(rank)))
         _observe(rank, trainer, optimizer, optimizer.step(), step)
         trainer.zero_gradients()
-        state = optimizer.state_dict()
+        if step == 0:
+            state = optimizer.state_dict()
+            for _, moment, _ in optimizer.moments():
+                moment.zero_()
 
 
 def test_forward_follows_the_step(rank: Rank, build: BuildTrainer) -> None:

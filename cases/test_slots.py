@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,7 +35,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "wide": {"rank": 5, "alpha": 7, "targets": TARGETS, "seed": 1},
     "narrow": {
         "rank": 3,
-        "alpha": 11,
+        "alpha": 10.5,
         "targets": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
         "rslora": True,
         "seed": 2,
@@ -262,9 +263,13 @@ def test_added_slot(rank: Rank, build: BuildTrainer) -> None:
 
 
 def test_load_change_and_restore(rank: Rank, build: BuildTrainer, adapter: Adapter) -> None:
-    """A snapshot is a copy: it comes back bit for bit after the slot was changed in place."""
+    """A snapshot is a copy: it comes back bit for bit after the slot was changed in place.
+
+    What the slot owns besides is parted with, and ranks that were given other values are refused.
+    """
     trainer = build(sharing="full")
     _load(trainer, adapter, "wide", "narrow")
+    owned = trainer.buffer("owned", lambda: torch.ones(3), slot="wide")
     snapshot = trainer.snapshot_slot("wide")
     with torch.no_grad():
         for _, parameter, _ in trainer.named_parameters():
@@ -277,7 +282,15 @@ def test_load_change_and_restore(rank: Rank, build: BuildTrainer, adapter: Adapt
                 rank.observe(f"{step}.{request.name}.{slot}", states)
 
     run("changed")
+    if not rank.is_reference:
+        last = int(rank.index == rank.world_size - 1)
+        values = {name: value + last for name, value in snapshot.values.items()}
+        with pytest.raises(ValueError, match="different things"):
+            trainer.restore_slot("wide", replace(snapshot, values=values))
     trainer.restore_slot("wide", snapshot)
+    if not rank.is_reference:
+        with pytest.raises(RuntimeError, match="was used after"):
+            owned.sum()
     for name, parameter, placement in trainer.named_parameters():
         if name.startswith("wide/"):
             shard: Any = placement.get("shard")

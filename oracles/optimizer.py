@@ -73,8 +73,9 @@ class TorchOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Go on from what ``state_dict`` gave, and from nothing else."""
         named = dict(self._named())
+        self._own.clear()
         for name, moments in state.items():
             own = self._own[named[name]] = self._make(named[name])
             own.state[named[name]] = {key: value.clone() for key, value in moments.items()}

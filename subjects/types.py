@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from subjects.token_ids import Array, holds_parts, integers, is_list, shown, whole_number
+
 IGNORED = -100
 """The target that asks for no log-probability; its output is exactly 0."""
 
@@ -28,8 +30,8 @@ TARGETS = (
 )
 """The projections that an adapter can change, in the order of a layer."""
 
-Tokens = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
-Targets = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
+Tokens = Tensor | Array | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor | Array]
+Targets = Tensor | Array | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor | Array]
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,14 @@ class ForwardInput:
     """One forward: some documents, and which outputs are wanted.
 
     ``input_tokens`` is one document (a 1-D tensor or a list of ids) or several (a list of these, or
-    a 2-D tensor with a document a row). Documents don't see each other; each counts its positions
-    from 0.
+    a 2-D tensor with a document a row). Arrays and integers of numpy count as tensors and integers.
+    Documents don't see each other; each counts its positions from 0.
 
     ``target_tokens`` asks for log-probabilities. It is nested like ``input_tokens`` or flat, and
     may have trailing dimensions: several targets for a position. The target at a position is what
-    its own logits are asked for: no shift is applied. ``-100`` asks for nothing there.
+    its own logits are asked for: no shift is applied. ``-100`` asks for nothing there. Where it
+    can be read in both ways (``[[1], [2]]`` for two documents of one token each) it is nested, and
+    answers have the shape that they have for longer documents: [T], not [T, 1].
 
     ``logits`` asks for those of all positions and the whole vocabulary, and ``logits="local"`` for
     the part of them that each rank computes, which is never gathered.
@@ -64,10 +68,11 @@ class ForwardInput:
         """The documents as 1-D int64 tensors on the CPU.
 
         Raises:
-            ValueError: no document, an empty document, or one that is not one-dimensional.
-            TypeError: ids that are not integers.
+            ValueError: no document, an empty document, one that is not one-dimensional, or an id of
+                more than 64 bits.
+            TypeError: ids that are not integers, or no sequence of them.
         """
-        parts = _parts(self.input_tokens, "input_tokens", nested=1)
+        parts = _documents(self.input_tokens)
         if not parts:
             raise ValueError("input_tokens holds no document; give at least one token")
         for index, part in enumerate(parts):
@@ -88,25 +93,15 @@ class ForwardInput:
         if self.target_tokens is None:
             return None
         lengths = [len(document) for document in self.documents()]
-        total = sum(lengths)
-        nested = len(lengths) > 1 or _is_nested(self.input_tokens)
-        value = self.target_tokens
-        if isinstance(value, Tensor):
-            flat = _integers(value, "target_tokens")
-            same = len(set(lengths)) == 1
-            if nested and same and flat.shape[:2] == (len(lengths), lengths[0]):
-                flat = flat.flatten(0, 1)
-        elif nested and len(value) == len(lengths):
-            rows = [_integers(torch.as_tensor(part), "target_tokens") for part in value]
-            for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-                if row.dim() == 0 or len(row) != length:
-                    raise ValueError(
-                        f"target_tokens: document {index} has {length} tokens, its targets have "
-                        f"shape {tuple(row.shape)}; give one row of targets per token"
-                    )
-            flat = torch.cat(rows)
+        total, value = sum(lengths), self.target_tokens
+        nested = len(lengths) > 1 or holds_parts(self.input_tokens)
+        if nested and is_list(value) and len(value) == len(lengths):
+            flat = _of_documents(value, lengths)
         else:
-            flat = _integers(torch.as_tensor(value), "target_tokens")
+            flat = integers(value, "target_tokens")
+            same = nested and len(set(lengths)) == 1
+            if same and flat.shape[:2] == (len(lengths), lengths[0]):
+                flat = flat.flatten(0, 1)
         if flat.dim() == 0 or flat.shape[0] != total:
             raise ValueError(
                 f"target_tokens has shape {tuple(flat.shape)} for {total} input tokens; expected "
@@ -192,14 +187,11 @@ def check_request(request: ForwardInput, *, vocabulary: int) -> None:
     """Refuse what no trainer could answer.
 
     Raises:
-        ValueError: an id outside the vocabulary, a ``top_k`` outside 1..V, or a way of returning
-            logits that there is not.
+        ValueError: an id outside the vocabulary, a ``top_k`` outside 1..V, a way of returning
+            logits that there is not, or what ``documents`` and ``targets`` refuse.
+        TypeError: a field of another type than its own, or ids that are not integers.
     """
-    if not isinstance(request.logits, bool) and request.logits != "local":
-        raise ValueError(
-            f"logits is {request.logits!r}; expected False, True (all of them on every rank) or "
-            "'local' (on each rank what it computes)"
-        )
+    _check_fields(request)
     for index, document in enumerate(request.documents()):
         _check_ids(document, vocabulary, f"input_tokens, document {index}")
     targets = request.targets()
@@ -216,6 +208,30 @@ def logprob_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _check_fields(request: ForwardInput) -> None:
+    logits: object = request.logits
+    if not isinstance(logits, bool) and not (isinstance(logits, str) and logits == "local"):
+        raise ValueError(
+            f"logits is {shown(logits)}; expected False, True (all of them on every rank) or "
+            "'local' (on each rank what it computes)"
+        )
+    for name in ("entropy", "hidden_states", "no_grad"):
+        flag = getattr(request, name)
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is {shown(flag)}; expected True or False")
+    top_k: object = request.top_k
+    if top_k is not None and whole_number(top_k) is None:
+        raise TypeError(
+            f"top_k is {shown(top_k)}; expected an integer, how many tokens to return for each "
+            "position, or None for no such output"
+        )
+    slot: object = request.slot
+    if slot is not None and not isinstance(slot, str):
+        raise TypeError(
+            f"slot is {shown(slot)}; expected the name of one slot, or None for the bare model"
+        )
+
+
 def _check_ids(ids: Tensor, vocabulary: int, where: str) -> None:
     wrong = ids[(ids < 0) | (ids >= vocabulary)]
     if wrong.numel():
@@ -225,24 +241,32 @@ def _check_ids(ids: Tensor, vocabulary: int, where: str) -> None:
         )
 
 
-def _parts(value: Tokens, name: str, *, nested: int) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        flat = _integers(value, name)
-        return list(flat) if flat.dim() == nested + 1 else [flat]
-    if _is_nested(value):
-        return [_integers(torch.as_tensor(part), name) for part in value]
-    return [_integers(torch.as_tensor(value), name)] if len(value) else []
+def _documents(value: object) -> list[Tensor]:
+    if is_list(value) and holds_parts(value):
+        return [integers(part, f"input_tokens[{at}]") for at, part in enumerate(value)]
+    if is_list(value) and not value:
+        return []
+    whole = integers(value, "input_tokens")
+    return list(whole) if whole.dim() == 2 and not is_list(value) else [whole]
 
 
-def _is_nested(value: Tokens) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() > 1
-    return len(value) > 0 and not isinstance(value[0], int)
-
-
-def _integers(value: Tensor, name: str) -> Tensor:
-    other = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
-    # torch.as_tensor([]) is floating: let an empty document reach the check of its length.
-    if other and value.numel():
-        raise TypeError(f"{name} has dtype {value.dtype}; expected integer token ids")
-    return value.detach().to(device="cpu", dtype=torch.int64)
+def _of_documents(value: Sequence[object], lengths: Sequence[int]) -> Tensor:
+    """Targets with an item for each document -> [T, ...]."""
+    rows = [integers(part, f"target_tokens[{at}]") for at, part in enumerate(value)]
+    fitting = [row.dim() > 0 and len(row) == size for row, size in zip(rows, lengths, strict=True)]
+    if not all(fitting):
+        if len(rows) == sum(lengths) and not any(fitting):
+            return integers(value, "target_tokens")  # flat: every document has one token
+        at = fitting.index(False)
+        raise ValueError(
+            f"target_tokens: document {at} has {lengths[at]} tokens, its targets have shape "
+            f"{tuple(rows[at].shape)}; give one row of targets per token"
+        )
+    for at, row in enumerate(rows):
+        if row.shape[1:] != rows[0].shape[1:]:
+            raise ValueError(
+                f"target_tokens: a position of document 0 has targets of shape "
+                f"{list(rows[0].shape[1:])}, one of document {at} of shape {list(row.shape[1:])}; "
+                f"expected as many for every position (fill up with {IGNORED})"
+            )
+    return torch.cat(rows)

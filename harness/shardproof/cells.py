@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import unittest
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ PAYLOAD = "shardproof"
 """Attribute of a test report that carries the result of its cell."""
 MARKER_HELP = (
     "parity(*topologies, timeout=None, requires=(), megatron=False, multiple_of={}, divisor_of={},"
-    " full_precision=False, dtype=None, reference_ignores=()):"
+    " full_precision=False, dtype=None, reference_ignores=(), fixes=None, fixes_raises=()):"
     " run the test as a parity case, once as the single-device reference and once on the ranks of"
     " each topology. timeout: seconds for one topology. requires: distributions that must be"
     " installed, such as 'transformers>=5'. megatron: set up megatron-core's parallel state."
@@ -29,8 +29,12 @@ MARKER_HELP = (
     " multiple_of={'cp': 2}. full_precision: fail where a float64 reference computes in less."
     " dtype: in place of --parity-dtype, for a case that is about one dtype."
     " reference_ignores: parameters that make no difference to the reference, which is then run"
-    " once for all of their values."
+    " once for all of their values. fixes: what the change mends ('#911'); with --against the case"
+    " must fail on the other revision. fixes_raises: exceptions that are such a failure."
 )
+
+
+ExceptionNames = str | type[BaseException] | Sequence[str | type[BaseException]]
 
 
 class CaseError(ValueError):
@@ -49,6 +53,15 @@ class CaseOptions:
     full_precision: bool = False
     dtype: str | None = None
     reference_ignores: Sequence[str] = ()
+    fixes: str | None = None
+    fixes_raises: ExceptionNames = ()
+
+    @property
+    def raises_there(self) -> tuple[str, ...]:
+        """Names of the exceptions of ``fixes_raises``."""
+        given = self.fixes_raises
+        several = given if isinstance(given, tuple | list) else (given,)
+        return tuple(one if isinstance(one, str) else one.__name__ for one in several)
 
     def missing(self) -> str | None:
         """What is not installed of what the case needs, or None."""
@@ -143,11 +156,12 @@ def _indices(item: pytest.Item) -> Mapping[str, int]:
 def read_options(item: pytest.Item) -> CaseOptions:
     """Keyword arguments of the closest parity marker.
 
+    One that has nothing but ``fixes`` (on a parameter's value, say) adds to the others.
+
     Raises:
         CaseError: an unknown keyword, or a value of the wrong kind.
     """
-    marker = item.get_closest_marker(MARKER)
-    given = dict(marker.kwargs) if marker else {}
+    given = _keywords(item)
     try:
         options = CaseOptions(**given)
     except TypeError as error:
@@ -177,9 +191,45 @@ def read_options(item: pytest.Item) -> CaseOptions:
         raise CaseError(
             f"parity marker: dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}"
         )
+    _check_fixes(options)
     _check_sizes(item.config.stash[SETTINGS], "multiple_of", options.multiple_of)
     _check_sizes(item.config.stash[SETTINGS], "divisor_of", options.divisor_of)
     return options
+
+
+def _keywords(item: pytest.Item) -> dict[str, Any]:
+    """Keywords of the closest marker, and of one that adds ``fixes`` to it."""
+    main, added = _split(item.iter_markers(MARKER))
+    return {**(main.kwargs if main else {}), **(added.kwargs if added else {})}
+
+
+def _split(markers: Iterable[pytest.Mark]) -> tuple[pytest.Mark | None, pytest.Mark | None]:
+    """The closest marker, and the closest of those with nothing but ``fixes``."""
+    main: pytest.Mark | None = None
+    added: pytest.Mark | None = None
+    for mark in markers:
+        if mark.args or not mark.kwargs or not mark.kwargs.keys() <= {"fixes", "fixes_raises"}:
+            main = main or mark
+        else:
+            added = added or mark
+    return main, added
+
+
+def _check_fixes(options: CaseOptions) -> None:
+    if options.fixes is not None and not (isinstance(options.fixes, str) and options.fixes):
+        raise CaseError(
+            f"parity marker: fixes must name what the change mends, '#911', got {options.fixes!r}"
+        )
+    given = options.fixes_raises
+    several = given if isinstance(given, tuple | list) else (given,)
+    for one in several:
+        named = isinstance(one, str) and one.isidentifier()
+        if not named and not (isinstance(one, type) and issubclass(one, BaseException)):
+            raise CaseError(
+                f"parity marker: fixes_raises must be exceptions or their names, got {one!r}"
+            )
+    if several and options.fixes is None:
+        raise CaseError("parity marker: fixes_raises says how fixes shows, but there is no fixes")
 
 
 def _check_sizes(settings: Settings, keyword: str, sizes: object) -> None:
@@ -227,7 +277,8 @@ def _markers(collector: pytest.Collector, obj: object) -> Iterator[pytest.Mark]:
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Give a parity test one item for each topology."""
-    marker = metafunc.definition.get_closest_marker(MARKER)
+    main, added = _split(metafunc.definition.iter_markers(MARKER))
+    marker = main or added
     if marker is None or RANK_FIXTURE not in metafunc.fixturenames:
         return
     cells = list(_cells(metafunc.config.stash[SETTINGS], marker))

@@ -24,7 +24,8 @@ class Settings:
     """What this run was asked for, checked.
 
     ``timeout`` is in seconds per case and topology. ``forced`` are the topologies of
-    ``--topology``, empty when each case's own are used.
+    ``--topology``, empty when each case's own are used. ``against`` is the revision or release of
+    ``--against``, ``subject`` the paths that it supplies, relative to the rootdir.
     """
 
     axes: tuple[Axis, ...]
@@ -39,6 +40,8 @@ class Settings:
     preload: tuple[str, ...]
     report: Path
     ledger: bool
+    against: str | None = None
+    subject: tuple[str, ...] = ()
 
 
 SETTINGS = pytest.StashKey[Settings]()
@@ -92,6 +95,18 @@ def add_options(parser: pytest.Parser) -> None:
         default="on",
         help="record the collectives of every rank, to name those that differ between ranks and "
         "those in which a rank hangs (default: on)",
+    )
+    group.addoption(
+        "--against",
+        metavar="REV",
+        help="control: run each case on the subject of this revision too (or of a release, "
+        "'package==1.2.3'), and say which cases catch the difference",
+    )
+    parser.addini(
+        "shardproof_subject",
+        "paths under test, relative to the rootdir: what --against takes from a revision",
+        type="args",
+        default=[],
     )
     parser.addini(
         "shardproof_preload",
@@ -160,6 +175,8 @@ def read_settings(config: pytest.Config) -> Settings:
         preload=preload,
         report=config.rootpath / config.getoption("--parity-report"),
         ledger=config.getoption("--parity-ledger") == "on",
+        against=config.getoption("--against"),
+        subject=tuple(config.getini("shardproof_subject")),
     )
 
 

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardproof import __version__
-from shardproof.cells import MARKER, MARKER_HELP, ask_for_rank, check_selected, parametrize
-from shardproof.options import SETTINGS, add_options, read_settings
+from shardproof.cells import (
+    MARKER,
+    MARKER_HELP,
+    ask_for_rank,
+    cell_of,
+    check_selected,
+    parametrize,
+)
+from shardproof.options import SETTINGS, Settings, add_options, read_settings
 from shardproof.results import Results
 
 if TYPE_CHECKING:
@@ -34,28 +41,72 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SETTINGS] = settings
     if _is_rank(config):
         return
+    if settings.against is not None and not config.option.collectonly:
+        from shardproof.against.control import CONTROL, prepare
+
+        config.stash[CONTROL] = prepare(config, settings.against)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Results(config, settings), "shardproof-results")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A control is about parity cases alone."""
+    if config.stash[SETTINGS].against is None or _is_rank(config):
+        return
+    others = [
+        item for item in items if cell_of(item) is None and not item.get_closest_marker(MARKER)
+    ]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Bring the controller in when parity cases are selected, and torch with it, not before."""
     config = session.config
-    if _is_rank(config) or not check_selected(session.items) or config.option.collectonly:
+    if _is_rank(config) or config.option.collectonly:
         return
-    from shardproof.controller.protocol import Controller
+    settings = config.stash[SETTINGS]
+    selected = check_selected(session.items)
+    if settings.against is not None:
+        _begin_control(session, settings, selected=selected)
+    elif selected:
+        from shardproof.controller.protocol import Controller
 
-    controller = Controller(config, config.stash[SETTINGS], session.items)
+        controller = Controller(config, settings, session.items)
+        config.pluginmanager.register(controller, "shardproof-controller")
+
+
+def _begin_control(session: pytest.Session, settings: Settings, *, selected: bool) -> None:
+    if session.testsfailed:
+        return  # modules that can't be imported: pytest says so, and runs nothing
+    if not selected:
+        raise pytest.UsageError(
+            f"--against {settings.against}: no parity case is selected, so there is nothing to run "
+            f"on it; cases are tests with @pytest.mark.{MARKER}(...)"
+        )
+    from shardproof.against.control import CONTROL
+    from shardproof.against.protocol import AgainstController
+
+    config = session.config
+    controller = AgainstController(config, settings, session.items, config.stash[CONTROL])
     config.pluginmanager.register(controller, "shardproof-controller")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """What parity cases run with."""
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """What parity cases run with, and against what."""
     settings = config.stash[SETTINGS]
     forced = ",".join(topology.name for topology in settings.forced)
     chosen = f", topology {forced}" if forced else ""
-    return f"shardproof: {__version__}, {settings.dtype} on cpu, seed {settings.seed}{chosen}"
+    lines = [f"shardproof: {__version__}, {settings.dtype} on cpu, seed {settings.seed}{chosen}"]
+    if settings.against is not None and not config.option.collectonly:
+        from shardproof.against.control import CONTROL
+
+        lines += config.stash[CONTROL].header()
+    return lines
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
 from shardproof.cells import PAYLOAD
 from shardproof.options import Settings
+
+if TYPE_CHECKING:
+    from shardproof.against.control import Control
 
 SCHEMA = 1
 FILE_NAME = "run.jsonl"
@@ -47,8 +50,9 @@ class Results:
         """The table of cases and topologies."""
         if not self.cells:
             return
+        control = self._control()
         terminalreporter.section("shardproof")
-        for line in table(self.cells):
+        for line in table(self.cells) if control is None else control_table(control, self.cells):
             terminalreporter.write_line(line)
         falls = lower_precision(self.cells)
         if falls:
@@ -87,6 +91,7 @@ class Results:
             self._file.flush()
 
     def _header(self) -> dict[str, Any]:
+        control = self._control()
         return {
             "schema": SCHEMA,
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -98,7 +103,16 @@ class Results:
             "dtype": self._settings.dtype,
             "seed": self._settings.seed,
             "platform": f"{sys.platform} {platform.machine()}",
+            "against": control.record() if control is not None else None,
         }
+
+    def _control(self) -> Control | None:
+        """The control of a run with ``--against``."""
+        if self._settings.against is None:
+            return None
+        from shardproof.against.control import CONTROL
+
+        return self._config.stash[CONTROL]
 
 
 def table(cells: list[dict[str, Any]]) -> list[str]:
@@ -129,6 +143,14 @@ def table(cells: list[dict[str, Any]]) -> list[str]:
             top = max(ratio for ratio in ratios if ratio is not None)
             lines[-1] += f"; worst ratio of passed {title} {top:.2f}"
     return lines
+
+
+def control_table(control: Control, cells: list[dict[str, Any]]) -> list[str]:
+    """What each case says of both sides of a control."""
+    from shardproof.against.report import lines_of
+
+    lines = lines_of(cells, label=control.label, shown=_shown, short=_short)
+    return [*lines, *([control.problem] if control.problem else [])]
 
 
 def lower_precision(cells: list[dict[str, Any]]) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardproof.cells import read_options
+
 CASES = """
     import pytest
 
@@ -290,19 +292,60 @@ def test_plain_runs_do_not_import_torch(pytester: pytest.Pytester) -> None:
 def test_option_surface(pytester: pytest.Pytester) -> None:
     """A new option is a decision: add it here, to the README and to the changelog."""
     result = pytester.runpytest("--help")
-    options = [line.split()[0] for line in result.outlines if line.startswith("  --parity")]
+    ours = ("  --parity", "  --against")
+    options = [line.split()[0] for line in result.outlines if line.startswith(ours)]
     assert options == [
         "--parity-dtype={float64,float32,bfloat16}",
         "--parity-seed=N",
         "--parity-timeout=SECONDS",
         "--parity-fresh",
         "--parity-report=DIR",
+        "--parity-ledger={on,off}",
+        "--against=REV",
     ]
     settings = [line.split()[0] for line in result.outlines if line.startswith("  shardproof_")]
     assert settings == [
+        "shardproof_subject",
         "shardproof_preload",
         "shardproof_axes",
         "shardproof_topologies",
         "shardproof_max_ranks",
         "shardproof_groups",
     ]
+
+
+def test_fixes_alone_adds_to_the_marker_around_it(pytester: pytest.Pytester) -> None:
+    """On one value of a parameter, or on a method of a class whose marker has the topologies."""
+    items = pytester.getitems(
+        """
+        import pytest
+
+        @pytest.mark.parity("cp2", "cp4", timeout=7, fixes="#1")
+        @pytest.mark.parametrize(
+            "n",
+            [
+                1,
+                pytest.param(2, marks=pytest.mark.parity(fixes="#2", fixes_raises=KeyError)),
+                pytest.param(3, marks=pytest.mark.parity(timeout=9)),
+            ],
+        )
+        def test_values(rank, n):
+            pass
+
+        @pytest.mark.parity("dp2", timeout=8)
+        class TestClass:
+            @pytest.mark.parity(fixes="#3", fixes_raises=("KeyError", ValueError))
+            def test_method(self, rank):
+                pass
+        """
+    )
+    found = {item.name: read_options(item) for item in items}
+    assert {name: (one.timeout, one.fixes, one.raises_there) for name, one in found.items()} == {
+        "test_values[cp2-1]": (7, "#1", ()),
+        "test_values[cp4-1]": (7, "#1", ()),
+        "test_values[cp2-2]": (7, "#2", ("KeyError",)),
+        "test_values[cp4-2]": (7, "#2", ("KeyError",)),
+        "test_values[cp2-3]": (7, "#1", ()),
+        "test_values[cp4-3]": (7, "#1", ()),
+        "test_method[dp2]": (8, "#3", ("KeyError", "ValueError")),
+    }

@@ -162,6 +162,13 @@ def test_rows_gathered_twice(tmp_path: Path) -> None:
     assert "gathered over cp although every rank held the whole" in world.text
 
 
+def share(rank: Rank) -> torch.Tensor:
+    """This rank's share of VALUE along cp4: uneven ones, which add up to it."""
+    parts = [numbers(ROWS, WIDTH, seed=seed) for seed in (11, 12, 13)]
+    parts.append(VALUE - torch.stack(parts).sum(0))
+    return parts[rank.coordinates["cp"]]
+
+
 def gradient(*, factor: float = 1.0, skip: int | None = None) -> Body:
     """A gradient that is a mean over cp ranks: partial sums, each divided by cp."""
 
@@ -169,11 +176,9 @@ def gradient(*, factor: float = 1.0, skip: int | None = None) -> Body:
         if not rank.recorder.judging:
             rank.observe("g", rank.noise(VALUE))
             return
-        parts = [numbers(ROWS, WIDTH, seed=seed) for seed in (11, 12, 13)]
-        parts.append(VALUE - torch.stack(parts).sum(0))
-        at = rank.coordinates["cp"]
-        part = parts[at] * factor
-        rank.observe("g", part * 0 if at == skip else part, partial=("cp",))
+        part = share(rank) * factor
+        missing = rank.coordinates["cp"] == skip
+        rank.observe("g", part * 0 if missing else part, partial=("cp",))
 
     return body
 
@@ -188,6 +193,29 @@ def test_partial_sums_add_up(tmp_path: Path) -> None:
     assert world.one("tp2xcp4", gradient(factor=0.25))["outcome"] == "diverged"
     assert "α = 1/cp = 1/4" in world.text
     assert world.one("tp2xcp4", gradient(skip=2))["outcome"] == "diverged"
+
+
+def test_parts_of_a_sum_that_were_never_summed_are_named(tmp_path: Path) -> None:
+    """Uneven shares of ranks, whose α looks like nothing, add up to the reference over one axis."""
+
+    def unsummed(*, factor: float = 1.0) -> Body:
+        def body(rank: Rank) -> None:
+            if not rank.recorder.judging:
+                rank.observe("g", rank.noise(VALUE))
+                return
+            rank.observe("g", share(rank) * factor)
+
+        return body
+
+    words = "the all-reduce over cp is missing (or say partial=('cp',))"
+    world = World(tmp_path)
+    world.reference(unsummed())
+    assert world.one("tp2xcp4", unsummed())["outcome"] == "diverged"
+    assert words in world.text
+    assert "over tp is missing" not in world.text
+    # Parts of something else say nothing.
+    assert world.one("tp2xcp4", unsummed(factor=1.001))["outcome"] == "diverged"
+    assert "is missing (or say" not in world.text
 
 
 def test_a_scale_that_is_only_near_an_axis_is_said_so(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ def test_requests_with_one_meaning_have_the_same_facts() -> None:
         REQUEST,
         input_tokens=[torch.tensor([1, 2]), torch.tensor([3], dtype=torch.int32)],
         target_tokens=[[4, -100], [5]],
+        top_k=np.int64(3),  # type: ignore[arg-type]
     )
     assert agreement.digest(request_facts(REQUEST)) == agreement.digest(request_facts(other))
 
@@ -240,4 +242,4 @@ def test_half_precisions_are_summed_in_float32(alone: Any) -> None:
     groups = reductions.Groups(*(alone.group(axis) for axis in ("tp", "cp", "dp")))
     gradient = torch.ones(3, dtype=torch.bfloat16)
     assert reductions.reduce_weight(gradient, groups, over_tp=True).dtype == torch.bfloat16
-    assert reductions.reduce_probe(gradient, groups).dtype == torch.bfloat16
+    assert reductions.reduce_custom(gradient, groups).dtype == torch.bfloat16

@@ -78,6 +78,16 @@ def bad_input_on_one_rank(trainer: Any, *, odd: bool, replicas: int) -> None:
         (replace(good, slot="nobody"), "'nobody'"),
         (None, "the request is of type NoneType"),
     ]
+    mistyped: list[tuple[dict[str, Any], str]] = [
+        ({"input_tokens": "hello"}, "input_tokens is 'hello'"),
+        ({"input_tokens": (at for at in (1, 2))}, "input_tokens is of type generator"),
+        ({"input_tokens": [2**70]}, "input_tokens has 1180591620717411303424 at 0"),
+        ({"target_tokens": [None, 3]}, "target_tokens[0] is None"),
+        ({"top_k": "3"}, "top_k is '3'"),
+        ({"entropy": torch.ones(2)}, "entropy is of type Tensor"),
+        ({"slot": ["a"]}, "slot is ['a']"),
+    ]
+    bad += [(replace(good, **given), words) for given, words in mistyped]
     place = "cp=1, tp=1" if replicas == 4 else "cp=1"
     for request, words in bad:
         # On all ranks: each raises its own error.

@@ -154,6 +154,34 @@ def test_copies_belong_to_nobody(parts: CustomParts) -> None:
     assert set(torch.load(file, weights_only=True)) == {"weight", "bias"}
 
 
+EXCHANGES: dict[str, Callable[[torch.nn.Sequential], object]] = {
+    "assigned": lambda module: module.load_state_dict(
+        {name: value.clone() for name, value in module.state_dict().items()}, assign=True
+    ),
+    "replaced": lambda module: setattr(module[0], "weight", torch.nn.Parameter(ONES.clone())),
+    "added": lambda module: module[0].register_parameter("more", torch.nn.Parameter(ONES.clone())),
+    "swapped": lambda module: setattr(module[0], "weight", module[1].weight),
+}
+
+
+@pytest.mark.parametrize("way", EXCHANGES)
+def test_exchanged_parameters_of_a_module_are_refused(parts: CustomParts, way: str) -> None:
+    def make() -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    module = parts.module("m", make, slot="a")
+    module.load_state_dict(make().state_dict())
+    del module[0].bias
+    module.buffer = torch.nn.Buffer(torch.ones(2))
+    parts.check_modules()
+    EXCHANGES[way](module)
+    words = r"module 'm' of slot 'a': parameter 'a/m\.0\.(weight|more)' is .* Set values in place"
+    with pytest.raises(ValueError, match=words):
+        parts.check_modules()
+    parts.retire("a", "slot 'a' was removed")
+    parts.check_modules()
+
+
 def _fails() -> Tensor:
     raise KeyError("file")
 
@@ -162,6 +190,10 @@ def _overlapping() -> torch.nn.Module:
     module = torch.nn.Linear(2, 2)
     module.register_buffer("view", module.weight.detach()[0])
     return module
+
+
+def _slashed() -> torch.nn.Module:
+    return torch.nn.ParameterDict({"a/b": torch.ones(2)})
 
 
 def _borrowing() -> torch.nn.Module:
@@ -187,6 +219,7 @@ def _borrowing() -> torch.nn.Module:
         ("buffer", "new", lambda: torch.eye(2).to_sparse(), "expected a dense tensor"),
         ("module", "new", lambda: torch.nn.LazyLinear(2), "has no shape yet"),
         ("module", "new", _overlapping, "buffer view lies in the memory of parameter weight"),
+        ("module", "new", _slashed, "'new': parameter 'a/b' has a slash.*give it a name without"),
         ("module", "new", _borrowing, "parameter weight belongs to the model"),
     ],
 )

@@ -27,6 +27,7 @@ def body(directory: Path) -> None:
         rank = worlds.make_rank(name)
         values_are_the_first_ranks(rank)
         disagreements(rank)
+        exchanged(rank)
         norms(rank)
         steps(rank)
 
@@ -127,6 +128,21 @@ def disagreements(rank: Any) -> None:
     assert parts.parameter("w", lambda: torch.ones(3)).sum() == 3
 
 
+def exchanged(rank: Any) -> None:
+    """A parameter that one rank alone exchanges: every rank hears of it."""
+    parts = _parts(rank)
+    parts.check_modules()
+    module = parts.module("head", lambda: torch.nn.Linear(2, 2))
+    parts.check_modules()
+    kept = module.bias
+    if dist.get_rank() == 2:
+        module.bias = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"(?s)'head.bias' is another tensor.*Nothing was wrong"):
+        parts.check_modules()
+    module.bias = kept
+    parts.check_modules()
+
+
 class Stepped:
     """Two parameters of a slot, one cut over tp, and one of nobody's; gradients set by hand."""
 
@@ -144,6 +160,9 @@ class Stepped:
 
     def reduce_gradients(self) -> None:
         """As the gradients are the same on all replicas, they are reduced."""
+
+    def check_parts(self) -> None:
+        """They are what was registered."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Any]]:
         for name, parameter in self.own.items():
@@ -179,11 +198,20 @@ def steps(rank: Any) -> None:
     assert not list(ours.moments())
     trainer.own["probe"].grad = good
     assert ours.step().stepped
-    state = ours.state_dict()
+    state, kept = ours.state_dict(), ours.state_dict()["probe"]
     if odd:
         del state["probe"]
     with pytest.raises(ValueError, match=r"load_state_dict.*probe"):
         ours.load_state_dict(state)
+    # A copied moment, the number of steps, and a slice, whose TP coordinate alone must agree.
+    for name, key in (("probe", "exp_avg"), ("a/cut", "step"), ("a/cut", "exp_avg_sq")):
+        state = ours.state_dict()
+        if odd:
+            state[name][key] += 1
+        with pytest.raises(ValueError, match=rf"load_state_dict.*{name}\.{key} is .*digest"):
+            ours.load_state_dict(state)
+        assert all(value.equal(ours.state_dict()["probe"][k]) for k, value in kept.items())
+    ours.load_state_dict(ours.state_dict())
     with pytest.raises(ValueError, match=r"lr is 0\.1 on .*, 0\.2 on "):
         Optimizer(trainer, "adamw", lr=0.2 if odd else 0.1)
     with pytest.raises(ValueError, match="refused by some"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,9 @@ class Stepped:
 
     def reduce_gradients(self) -> None:
         self.reductions += 1
+
+    def check_parts(self) -> None:
+        pass
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
         for name, parameter in self.own.items():
@@ -171,6 +175,62 @@ def test_a_state_that_does_not_fit_is_refused(trainer: Stepped) -> None:
         ours.load_state_dict({"probe": {"exp_avg": torch.ones(2)}})
 
 
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_the_state_of_another_kind_is_refused(trainer: Stepped, kind: str) -> None:
+    ours = Optimizer(trainer, kind, lr=0.1, **({} if kind == "adamw" else {"momentum": 0.5}))
+    other = "sgd" if kind == "adamw" else "adamw"
+    theirs = Optimizer(trainer, other, lr=0.1, **({} if other == "adamw" else {"momentum": 0.5}))
+    trainer.set_gradients(1)
+    theirs.step()
+    words = rf"load_state_dict: one/a\.lora_A has (exp|mom).*this optimizer is {kind} and keeps"
+    with pytest.raises(ValueError, match=words):
+        ours.load_state_dict(theirs.state_dict())
+    with pytest.raises(ValueError, match="this optimizer is sgd and keeps nothing"):
+        Optimizer(trainer, "sgd", lr=0.1).load_state_dict(theirs.state_dict())
+    assert not ours.state_dict()
+
+
+def _with_moment(key: str, value: object, state: dict[str, Any]) -> dict[str, Any]:
+    return {"probe": {**state["probe"], key: value}}
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    r"got None; expected what state_dict gave": lambda _: None,
+    r"got list; expected": list,
+    r"probe has None; expected a mapping": lambda state: {**state, "probe": None},
+    r"probe has Tensor": lambda state: {**state, "probe": torch.ones(3)},
+    r"probe lacks exp_avg_sq; load all": lambda state: {
+        "probe": {key: value for key, value in state["probe"].items() if key != "exp_avg_sq"}
+    },
+    r"probe lacks exp_avg, exp_avg_sq, step": lambda _: {"probe": {}},
+    **{
+        words: partial(_with_moment, key, value)
+        for words, key, value in (
+            (r"probe\.exp_avg_sq has shape \[\], the", "exp_avg_sq", torch.tensor(1.0)),
+            (r"probe\.exp_avg has shape \[3, 1\], the", "exp_avg", torch.ones(3, 1)),
+            (r"probe\.exp_avg has dtype torch\.int64, the", "exp_avg", torch.ones(3).long()),
+            (r"probe\.exp_avg has dtype torch\.float32, the", "exp_avg", torch.ones(3)),
+            (r"probe\.exp_avg is None; expected a tensor", "exp_avg", None),
+            (r"probe\.step is int; expected a tensor", "step", 1),
+            (r"probe\.step is torch\.int64 \[\]; expected a fl", "step", torch.tensor(1)),
+            (r"probe\.step is torch\.float32 \[1\]; expected a fl", "step", torch.ones(1)),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_a_damaged_state_is_refused_and_nothing_taken_up(trainer: Stepped, words: str) -> None:
+    ours = Optimizer(trainer, "adamw", lr=0.1)
+    trainer.set_gradients(1)
+    ours.step()
+    before = ours.state_dict()
+    with pytest.raises((ValueError, TypeError), match=f"load_state_dict: {words}"):
+        ours.load_state_dict(DAMAGES[words](before))  # type: ignore[arg-type]
+    for name, moments in ours.state_dict().items():
+        assert all(value.equal(before[name][key]) for key, value in moments.items())
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
@@ -178,13 +238,29 @@ def test_a_state_that_does_not_fit_is_refused(trainer: Stepped) -> None:
         ("sgd", {"lr": 0.1, "betas": (0.9, 0.9)}, "got betas, lr; sgd needs lr, and takes lr, mom"),
         ("adamw", {"lr": 0.1, "momentum": 0.9}, "got lr, momentum; adamw needs lr"),
         ("adamw", {}, "got no options; adamw needs lr"),
-        ("adamw", {"lr": -1.0}, "Invalid learning rate"),
+        ([], {"lr": 0.1}, r"kind is \[\]; expected one of adamw, sgd"),
+        ("adamw", {"lr": -1.0}, "lr is -1.0; expected a finite number of at least 0"),
+        ("adamw", {"lr": math.inf}, "lr is inf; expected a finite number"),
+        ("adamw", {"lr": "x"}, "lr is 'x'; expected a number"),
+        ("adamw", {"lr": True}, "lr is True; expected a number"),
+        ("adamw", {"lr": None}, "lr is None; expected a number"),
+        ("adamw", {"lr": 0.1, "betas": (0.9,)}, r"betas is \(0\.9,\); expected two numbers"),
+        ("adamw", {"lr": 0.1, "betas": 0.9}, r"betas is 0\.9; expected two numbers"),
+        (
+            "adamw",
+            {"lr": 0.1, "betas": (0.9, "x")},
+            r"betas is \(0\.9, 'x'\); expected two numbers",
+        ),
+        ("adamw", {"lr": 0.1, "betas": (0.9, 1.0)}, r"two numbers from 0 to below 1"),
+        ("adamw", {"lr": 0.1, "eps": "x"}, "eps is 'x'; expected a number"),
+        ("adamw", {"lr": 0.1, "weight_decay": []}, r"weight_decay is \[\]; expected a number"),
+        ("sgd", {"lr": 0.1, "momentum": math.nan}, "momentum is nan; expected a finite number"),
         ("sgd", {"lr": 0.1, "max_norm": 0.0}, "max_norm is 0.0; expected a positive number"),
         ("sgd", {"lr": 0.1, "max_norm": math.nan}, "max_norm is nan"),
     ],
 )
 def test_options_are_refused(
-    trainer: Stepped, kind: str, options: dict[str, Any], words: str
+    trainer: Stepped, kind: Any, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         Optimizer(trainer, kind, **options)

@@ -89,13 +89,45 @@ def test_what_would_be_computed_wrongly_is_named(tmp_path: Path, key: str, value
         ("target_modules", ".*attn.*", "unknown"),
         ("target_modules", [], "at least one"),
         ("target_modules", None, "at least one"),
+        ("target_modules", 5, r"targets is 5; expected a list or tuple"),
+        ("target_modules", {"q_proj": 1}, "targets is of type dict"),
+        ("use_rslora", "no", "rslora is 'no'; expected True or False"),
         ("r", 0, "rank is 0"),
         ("lora_alpha", "high", "alpha is 'high'"),
     ],
 )
 def test_what_can_not_be_is_named(tmp_path: Path, key: str, value: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words) as caught:
         read_config(_config(tmp_path, **{key: value}))
+    assert str(caught.value).startswith(str(tmp_path / "adapter_config.json"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"peft_type": "LO', "is no JSON (Unterminated string"),
+        (b"", "is no JSON"),
+        (b"\xff\xfe{}", "is no JSON ('utf-8' codec"),
+        (b"[]", "holds []; expected a JSON object"),
+        (b"5", "holds 5; expected a JSON object"),
+    ],
+)
+def test_a_broken_configuration_is_told_by_its_path(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    with pytest.raises(ValueError, match="adapter_config") as caught:
+        read_config(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'adapter_config.json'} {words}")
+
+
+@pytest.mark.parametrize("size", [0, 7, -1])
+def test_broken_tensors_are_told_by_their_path(tmp_path: Path, size: int) -> None:
+    path = _tensors(tmp_path, {NAME: torch.ones(3, 40)}).path
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match="cut short: copy or save it again") as caught:
+        AdapterFile(tmp_path)
+    assert str(caught.value).startswith(f"{path} is no safetensors file that can be read")
 
 
 def test_a_missing_adapter_is_named(tmp_path: Path) -> None:

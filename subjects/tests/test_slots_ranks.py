@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from subjects.tests import worlds
+from subjects.types import TARGETS
 
 # For grad = rank + 1, what rank 0 gets: of a factor that TP replicates, and of a slice.
 RULES = {
@@ -77,6 +78,8 @@ def body(directory: Path) -> None:
         torch.testing.assert_close(_outputs(trainer), expected, rtol=1e-12, atol=1e-12)
     whole(directory)
     snapshots(directory)
+    mixtures(directory)
+    late_backwards(directory)
     disagreements(directory)
 
 
@@ -126,6 +129,57 @@ def snapshots(directory: Path) -> None:
         assert value.equal(before[name])
 
 
+def mixtures(directory: Path) -> None:
+    """Ranks whose snapshots hold other values; of a slice, those of its TP coordinate alone."""
+    from dataclasses import replace
+
+    # Of rank 3 (tp=1, cp=1) and, for the last, of the whole tp=1: slices may differ over TP.
+    for factor, odd, words in (
+        ("q_proj.lora_A", (3,), r"q_proj\.lora_A is .*digest"),
+        ("q_proj.lora_A", (1, 3), r"q_proj\.lora_A is .*digest"),
+        ("q_proj.lora_B", (3,), r"cp=1, tp=1: .*q_proj\.lora_B is .*wrong on cp=0, tp=0 \|"),
+        ("q_proj.lora_B", (1, 3), None),
+    ):
+        trainer, _ = _build(directory, "tp2xcp2")
+        trainer.load_slot("a", directory / "adapter")
+        before = {name: value.detach().clone() for name, value, _ in trainer.named_parameters()}
+        snapshot = trainer.snapshot_slot("a")
+        name = f"model.layers.1.self_attn.{factor}"
+        if dist.get_rank() in odd:
+            snapshot = replace(
+                snapshot, values={**snapshot.values, name: snapshot.values[name] + 1}
+            )
+        if words is None:
+            trainer.restore_slot("a", snapshot)
+            continue
+        with pytest.raises(ValueError, match=f"(?s)restore_slot.*{words}"):
+            trainer.restore_slot("a", snapshot)
+        assert all(value.equal(before[name]) for name, value, _ in trainer.named_parameters())
+
+
+def late_backwards(directory: Path) -> None:
+    """A slot that one rank changes, then one that all of them remove, before a backward."""
+    from subjects.types import ForwardInput
+
+    trainer, _ = _build(directory, "tp2xcp2")
+    trainer.load_slot("a", directory / "adapter")
+    request = ForwardInput([5, 6, 7, 130], [6, 7, 130, 5], slot="a")
+    changed, removed = (trainer.forward(request).target_logprobs.sum() for _ in range(2))
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            for _, value, _ in trainer.named_parameters():
+                value.mul_(1)
+    with pytest.raises(ValueError, match=r"(?s)out of step: the backward of forward 1 on .*slot"):
+        changed.backward()
+    trainer.remove_slot("a")
+    trainer.add_slot("a", rank=2)
+    with pytest.raises((ValueError, RuntimeError), match=r"forward 2 .*after slot 'a' was removed"):
+        removed.backward()
+    assert all(value.grad is None for _, value, _ in trainer.named_parameters())
+    trainer.zero_gradients()
+    trainer.forward(request).target_logprobs.sum().backward()
+
+
 def disagreements(directory: Path) -> None:
     """One rank that is told something else, or can't, stops all of them; nothing is changed."""
     trainer, _ = _build(directory, "tp2xcp2")
@@ -139,6 +193,12 @@ def disagreements(directory: Path) -> None:
         (lambda: trainer.add_slot("b" if last else "a", rank=2), "name"),
         (lambda: trainer.add_slot("a", factory=failing), "ZeroDivisionError"),
         (lambda: trainer.load_slot("a", directory / ("no" if last else "adapter")), "no adapter_"),
+        (lambda: trainer.load_slot("a", 5 if last else directory / "adapter"), "directory is 5"),
+        (lambda: trainer.add_slot("a", targets=None if last else TARGETS), "targets is None"),
+        (lambda: trainer.add_slot("a", factory=5 if last else None), "factory is 5"),
+        # Only the first rank makes values; the others hear that it could not.
+        (lambda: trainer.add_slot("a", factory=list), "the factory failed on"),
+        (lambda: trainer.optimizer("adamw", lr="x" if last else 1.0), "lr is 'x'"),
     ]
     for change, words in refused:
         with pytest.raises(ValueError, match=words):
@@ -147,6 +207,12 @@ def disagreements(directory: Path) -> None:
     trainer.add_slot("a", rank=2)
     with pytest.raises(ValueError, match="does not exist"):
         trainer.remove_slot("b" if last else "a")
+    snapshot = trainer.snapshot_slot("a")
+    with pytest.raises(ValueError, match="snapshot is of type dict"):
+        trainer.restore_slot("a", {} if last else snapshot)
+    with pytest.raises(ValueError, match="directory is None"):
+        trainer.save_slot("a", None if last else directory / "unwritten")
+    assert not (directory / "unwritten").exists()
     # Only the first rank writes; the others hear that it could not.
     (directory / "taken").touch()
     with pytest.raises((ValueError, OSError), match="taken"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,41 @@ def test_names_that_could_not_be_part_of_a_gradients_are_refused(
         ({"targets": ("q_proj", "q_proj")}, "each once"),
         ({"targets": ("embed_tokens",)}, "unknown"),
         ({"targets": "q_proj", "factory": lambda *_: torch.ones(2, 2)}, r"returned shape \[2, 2\]"),
+        ({"targets": None}, "targets is None; expected a list or tuple of some of q_proj"),
+        ({"targets": (one for one in TARGETS)}, "targets is of type generator; expected a list"),
+        ({"factory": 5}, r"factory is 5; expected a function \(name, shape\) -> tensor, or None"),
+        ({"factory": list}, r"lora_A: list expected .* expected a function \(name, shape\)"),
+        ({"factory": lambda: None}, r"lora_A: .*takes 0 .* expected a function \(name, shape\)"),
+        ({"factory": lambda *_: [1.0]}, r"factory returned \[1\.0\] for .*lora_A; expected a func"),
     ],
 )
 def test_slots_that_can_not_be_are_refused(
     trainer: TrainerRank, options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         trainer.add_slot("a", **options)
     assert trainer.slots == ()
+    trainer.add_slot("a")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda one: one.restore_slot("a", {}), "snapshot is of type dict; expected what snapshot"),
+        (lambda one: one.restore_slot("a", None), "snapshot is None; expected what snapshot_slot"),
+        (lambda one: one.load_slot("b", 5), "directory is 5; expected the path of a directory"),
+        (lambda one: one.save_slot("a", None), "directory is None; expected the path of a direc"),
+        (lambda one: one.save_slot(["a"], "x"), r"slot \['a'\] does not exist; there are: 'a'"),
+        (lambda one: one.remove_slot({}), r"slot \{\} does not exist; there are: 'a'"),
+    ],
+)
+def test_what_is_no_slot_snapshot_or_directory_is_told(
+    trainer: TrainerRank, call: Any, words: str
+) -> None:
+    trainer.add_slot("a", rank=2)
+    with pytest.raises((ValueError, TypeError), match=words):
+        call(trainer)
+    assert trainer.slots == ("a",)
 
 
 def test_a_factorys_own_error_comes_through(trainer: TrainerRank) -> None:
@@ -215,7 +243,7 @@ def test_restoring_keeps_the_parameters_and_their_gradients(
 
 def test_replacing_restoring_and_removing_are_told(trainer: TrainerRank, adapter: Path) -> None:
     told: list[tuple[str, str]] = []
-    trainer.adapters.on_replace.append(lambda *what: told.append(what))
+    trainer.slot_table.on_replace.append(lambda *what: told.append(what))
     trainer.load_slot("a", adapter)
     trainer.add_slot("b")
     assert told == []
@@ -291,3 +319,61 @@ def test_saved_files_are_those_of_peft(
     ours, pefts = found
     assert set(ours.pop("target_modules")) == set(pefts.pop("target_modules")) == set(TARGETS)
     assert ours == {key: pefts[key] for key in ours}
+
+
+def test_exchanged_parameters_are_neither_reduced_nor_stepped(trainer: TrainerRank) -> None:
+    head = trainer.module("head", lambda: torch.nn.Linear(40, 1))
+    optimizer = trainer.optimizer("sgd", lr=0.1)
+    registered = head.weight
+    words = "module 'head' of the trainer: parameter 'head.weight' is another tensor"
+    for use in (lambda: list(trainer.named_gradients()), optimizer.step):
+        # The second time gradients are reduced already.
+        head.weight = torch.nn.Parameter(torch.ones(1, 40, dtype=torch.float64))
+        with pytest.raises(ValueError, match=words):
+            use()
+        head.weight = registered
+        list(trainer.named_gradients())
+    assert optimizer.step().stepped
+
+
+CHANGES: dict[str, Callable[[TrainerRank, Path], object]] = {
+    "slot 'a' was removed": lambda trainer, _: trainer.remove_slot("a"),
+    "slot 'a' was replaced": lambda trainer, adapter: trainer.load_slot("a", adapter),
+    r"layers\.0\.self_attn\.q_proj\.lora_A of slot 'a' was changed in place": (
+        lambda trainer, _: trainer.restore_slot("a", trainer.snapshot_slot("a"))
+    ),
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_a_slot_that_changes_between_forward_and_backward_is_named(
+    trainer: TrainerRank, adapter: Path, words: str
+) -> None:
+    trainer.load_slot("a", adapter)
+    trainer.load_slot("b", adapter)
+    states, others, bare = (_states(trainer, slot) for slot in ("a", "b", None))
+    CHANGES[words](trainer, adapter)
+    others.sum().backward()
+    bare.sum().backward()
+    with pytest.raises(RuntimeError, match=rf"backward of forward 1 came after .*{words}.*Finish"):
+        states.sum().backward()
+    assert all(p.grad is None for name, p, _ in trainer.named_parameters() if name[:2] == "a/")
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_part_that_goes_between_forward_and_backward_is_named(
+    trainer: TrainerRank, adapter: Path, *, trained: bool
+) -> None:
+    trainer.load_slot("a", adapter)
+    trainer.load_slot("b", adapter)
+    probe = trainer.parameter(
+        "w", lambda: torch.nn.Parameter(torch.ones(40), requires_grad=trained), slot="a"
+    )
+    other = trainer.parameter("w", lambda: torch.ones(40), slot="b")
+    probe.requires_grad_()
+    states = _states(trainer, None)[:, :40]
+    read, also = states.detach() @ probe, states @ other
+    trainer.restore_slot("a", trainer.snapshot_slot("a"))
+    also.sum().backward()
+    with pytest.raises(RuntimeError, match="'w' of slot 'a' was given a gradient after"):
+        read.sum().backward()

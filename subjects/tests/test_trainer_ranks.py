@@ -74,7 +74,7 @@ def rules() -> None:
         groups = reductions.Groups(rank.group("tp"), rank.group("cp"), rank.group("dp"))
         size = groups.tp.size() * groups.cp.size() * groups.dp.size()
         here = float(dist.get_rank() % size + 1)
-        gradient = reductions.reduce_probe(torch.tensor([here]), groups)
+        gradient = reductions.reduce_custom(torch.tensor([here]), groups)
         value = reductions.dp_reduce(here, "sum", groups, device=torch.device("cpu"))
         if here == 1.0:
             assert (gradient.item(), value) == (custom, metric), name

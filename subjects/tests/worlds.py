@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ import torch.multiprocessing as mp
 from torch.distributed import ProcessGroup
 
 from shardproof.topology import parse_topology
+
+WAIT = timedelta(seconds=60)
+"""How long a rank waits for its peers: a test of ranks that part must end, not hang."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ def make_rank(name: str, *, dtype: torch.dtype = torch.float64) -> TestRank:
         for axis in ("tp", "cp", "dp"):
             for members in topology.groups(axis):
                 ranks = [first + member for member in members]
-                group = dist.new_group(ranks)
+                group = dist.new_group(ranks, timeout=WAIT)
                 if rank in ranks:
                     groups[axis] = group
     return TestRank(coordinates=topology.coordinates(rank % size), groups=groups, dtype=dtype)
@@ -95,5 +99,9 @@ def join(index: int, store: Path, *, ranks: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), ranks), rank=index, world_size=ranks
+        "gloo",
+        store=dist.FileStore(str(store), ranks),
+        rank=index,
+        world_size=ranks,
+        timeout=WAIT,
     )

@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from subjects.token_ids import shown
 from subjects.trainer.weights import bounds
 from subjects.types import TARGETS
 
@@ -73,6 +74,7 @@ def adapter_config(
 
     Raises:
         ValueError: a rank below 1, an alpha that is not finite, or no, unknown or repeated targets.
+        TypeError: targets that are no list, or rslora that is no bool.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank is {rank!r}; expected an integer of at least 1")
@@ -81,7 +83,13 @@ def adapter_config(
     if isinstance(targets, str):
         # PEFT's pattern over the names of modules: taken apart it would be letters.
         targets = (targets,)
+    if isinstance(targets, Mapping) or not isinstance(targets, Collection):
+        raise TypeError(
+            f"targets is {shown(targets)}; expected a list or tuple of some of {', '.join(TARGETS)}"
+        )
     unknown = [target for target in targets if target not in TARGETS]
+    if not isinstance(rslora, bool):
+        raise TypeError(f"rslora is {shown(rslora)}; expected True or False")
     if unknown or not targets or len(set(targets)) != len(targets):
         raise ValueError(
             f"targets are {list(targets)}; expected at least one of {', '.join(TARGETS)}, each "
@@ -96,8 +104,8 @@ def read_config(directory: Path) -> AdapterConfig:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: the adapter is no LoRA, or uses what the trainer does not compute; every such
-            key is named.
+        ValueError: the file can't be read, the adapter is no LoRA, or it uses what the trainer does
+            not compute; every such key is named.
     """
     path = directory / CONFIG
     if not path.is_file():
@@ -105,16 +113,25 @@ def read_config(directory: Path) -> AdapterConfig:
             f"no {CONFIG} in {directory}; expected a directory written by PEFT's save_pretrained "
             "or by save_slot"
         )
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found: object = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no JSON ({error}); it may have been cut short: copy or save it again"
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(  # noqa: TRY004 - what a file holds is a value
+            f"{path} holds {shown(found)}; expected a JSON object, as PEFT's save_pretrained writes"
+        )
     _refuse(path, found)
     try:
         return adapter_config(
             rank=found.get("r", 8),
             alpha=found.get("lora_alpha", 8),
-            targets=found.get("target_modules") or (),
-            rslora=bool(found.get("use_rslora")),
+            targets=() if found.get("target_modules") is None else found["target_modules"],
+            rslora=False if found.get("use_rslora") is None else found["use_rslora"],
         )
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -150,13 +167,19 @@ class AdapterFile:
                 f"no {TENSORS} in {directory}; expected PEFT's safetensors"
                 f"{instead if other.exists() else ''}"
             )
-        with safe_open(self.path, framework="pt") as file:
-            self.shapes = {
-                name.removeprefix(_PREFIX).removesuffix(_SUFFIX): tuple(
-                    file.get_slice(name).get_shape()
-                )
-                for name in file.keys()  # noqa: SIM118  # it is no mapping
-            }
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                self.shapes = {
+                    name.removeprefix(_PREFIX).removesuffix(_SUFFIX): tuple(
+                        file.get_slice(name).get_shape()
+                    )
+                    for name in file.keys()  # noqa: SIM118  # it is no mapping
+                }
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self.path} is no safetensors file that can be read ({error}); it may have been "
+                "cut short: copy or save it again"
+            ) from error
 
     def check(self, expected: Mapping[str, tuple[int, ...]], *, extra: Sequence[str] = ()) -> None:
         """Refuse a file that has not exactly the ``expected`` tensors; ``extra`` may be there too.

@@ -40,11 +40,16 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Circle:
-    """Ranks that must agree: those along ``axes``, the fastest first."""
+    """Ranks that must agree: those along ``axes``, the fastest first.
+
+    ``within``: a smaller circle along the first of these axes, whose ranks may be about to do
+    something by themselves; they are asked before all others.
+    """
 
     axes: tuple[tuple[str, ProcessGroup], ...]
     device: torch.device
     name: str
+    within: Circle | None = None
 
     @property
     def ranks(self) -> list[str]:
@@ -67,12 +72,18 @@ def batch(groups: Groups, device: torch.device) -> Circle:
 def world(groups: Groups, device: torch.device) -> Circle:
     """All ranks."""
     axes = (("tp", groups.tp), ("cp", groups.cp), ("dp", groups.dp))
-    return Circle(axes, device, "this trainer")
+    return Circle(axes, device, "this trainer", within=batch(groups, device))
 
 
 def data_parallel(groups: Groups, device: torch.device) -> Circle:
     """The ranks that differ from this one along DP only."""
     return Circle((("dp", groups.dp),), device, "one TP and CP coordinate")
+
+
+def replicas(groups: Groups, device: torch.device) -> Circle:
+    """The ranks that hold the same slice of what TP cuts: those of one TP coordinate."""
+    axes = (("cp", groups.cp), ("dp", groups.dp))
+    return Circle(axes, device, f"the slice of tp={groups.tp.rank()}")
 
 
 def agree(call: str, facts: Callable[[], Mapping[str, Fact]], circle: Circle) -> None:
@@ -113,35 +124,94 @@ def agree(call: str, facts: Callable[[], Mapping[str, Fact]], circle: Circle) ->
     raise DisagreementError(differing_text(call, [note["facts"] for note in notes], circle))
 
 
-def exchange(call: str, payload: Tensor, circle: Circle) -> Tensor:
-    """The payloads of all ranks, int64 [ranks, WIDTH - 1], filled up with zeros.
+def agree_on_values(
+    call: str,
+    facts: Callable[[], Mapping[str, Fact]],
+    values: Callable[[], Mapping[str, tuple[Tensor, bool]]],
+    groups: Groups,
+    device: torch.device,
+) -> None:
+    """As ``agree`` of all ranks, and on values of which TP ranks may hold slices.
 
-    ``payload`` is int64 [at most WIDTH - 1] on any device.
+    ``values`` are asked for once all ranks have agreed on ``facts``: each tensor, and whether TP
+    cuts it, of which slices are compared over CP and DP alone.
+
+    Raises:
+        Exception: as ``agree``, on every rank, whichever of them differ.
+    """
+    everyone = world(groups, device)
+    agree(call, facts, everyone)
+    found = {name: (of_values(value), cut) for name, (value, cut) in values().items()}
+    apart: DisagreementError | None = None
+    try:
+        cut = {name: fact for name, (fact, is_cut) in found.items() if is_cut}
+        agree(f"{call}, slices", lambda: cut, replicas(groups, device))
+    except DisagreementError as error:
+        apart = error
+
+    def whole() -> dict[str, Fact]:
+        # What only some slices differ in is refused by the ranks of all.
+        if apart is not None:
+            raise apart
+        return {name: fact for name, (fact, is_cut) in found.items() if not is_cut}
+
+    agree(f"{call}, values", whole, everyone)
+
+
+def of_values(value: Tensor) -> Fact:
+    """Every bit of a tensor, its dtype and its shape."""
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return Fact(text.encode() + hashlib.blake2b(raw, digest_size=32).digest(), text)
+
+
+def exchange(call: str, payload: Tensor, circle: Circle) -> Tensor:
+    """The payloads of all ranks, int64 [ranks, WIDTH - 2], filled up with zeros.
+
+    ``payload`` is int64 [at most WIDTH - 2] on any device.
 
     Raises:
         DisagreementError: another rank is about to do something else.
     """
     row = torch.zeros(WIDTH, dtype=torch.int64, device=circle.device)
-    row[0] = _number(call.encode())
-    row[1 : 1 + len(payload)] = payload
-    everyone = gather(row, circle).cpu()
-    if not same_rows(everyone[:, :1]):
-        calls = share_notes({"call": call}, circle)
-        listed = _by_rank([f"{note['call']}" for note in calls], circle)
-        raise DisagreementError(
-            f"the ranks of {circle.name} are out of step: {listed}; make the same calls in the "
-            "same order on all of them"
-        )
-    return everyone[:, 1:]
+    row[0], row[1] = _number(call.encode()), len(circle.axes)
+    row[2 : 2 + len(payload)] = payload
+    inner = circle.within
+    if inner is None:
+        everyone = gather(row, circle)
+    else:
+        everyone = gather(row, inner)
+        # Whoever goes no further than the smaller circle would never answer along the last axes.
+        if (everyone[:, 1] != len(circle.axes)).any():
+            _check_step(call, everyone, inner)
+        everyone = _along(everyone, circle.axes[len(inner.axes) :])
+    everyone = everyone.cpu()
+    _check_step(call, everyone, circle)
+    return everyone[:, 2:]
+
+
+def _check_step(call: str, rows: Tensor, circle: Circle) -> None:
+    """Raise on every rank of ``circle`` where their ``rows`` are of different calls."""
+    if same_rows(rows[:, :2]):
+        return
+    calls = share_notes({"call": call}, circle)
+    listed = _by_rank([f"{note['call']}" for note in calls], circle)
+    raise DisagreementError(
+        f"the ranks of {circle.name} are out of step: {listed}; make the same calls in the "
+        "same order on all of them"
+    )
 
 
 def gather(row: Tensor, circle: Circle) -> Tensor:
     """``row`` [n] of this rank -> [ranks, n] of all, the last axis of the circle slowest."""
-    everyone = row[None]
-    for _, group in circle.axes:
-        sizes = [len(everyone)] * group.size()
-        everyone = collectives.all_gather_rows(everyone, sizes, group)
-    return everyone
+    return _along(row[None], circle.axes)
+
+
+def _along(rows: Tensor, axes: Sequence[tuple[str, ProcessGroup]]) -> Tensor:
+    """``rows`` [m, n] of this rank -> [ranks * m, n] of all along ``axes``, the last slowest."""
+    for _, group in axes:
+        rows = collectives.all_gather_rows(rows, [len(rows)] * group.size(), group)
+    return rows
 
 
 def same_rows(rows: Tensor) -> bool:

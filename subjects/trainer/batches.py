@@ -6,7 +6,7 @@ Wave w of a sequence that every rank passes runs element w * dp + dp_rank on eac
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from subjects.trainer import agreement
@@ -76,8 +76,15 @@ def requests_in(nested: object, path: str = "inputs") -> Iterator[tuple[str, For
         )
 
 
-def agree_on_request(request: ForwardInput, check_one: Check, circle: Circle) -> None:
+def agree_on_request(
+    request: ForwardInput,
+    check_one: Check,
+    circle: Circle,
+    more: Callable[[], Mapping[str, Fact]] = dict,
+) -> None:
     """Refuse a request of ``forward`` on every rank of its batch; a collective.
+
+    ``more`` are further facts that these ranks must have alike, of a request that is right.
 
     Raises:
         DisagreementError: as ``agreement.agree``.
@@ -91,7 +98,7 @@ def agree_on_request(request: ForwardInput, check_one: Check, circle: Circle) ->
                 "nestings of them there are forward_micro_batches and dp_rank_forward)"
             )
         check_one(request)
-        return request_facts(request)
+        return {**request_facts(request), **more()}
 
     agreement.agree("forward", facts, circle)
 

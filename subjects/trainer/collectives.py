@@ -14,9 +14,15 @@ from torch.distributed import ProcessGroup
 
 
 def all_reduce(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
-    """Reduce ``value`` in place over ``group`` and return it."""
+    """Reduce ``value`` in place over ``group`` and return it.
+
+    Ranks may hold it in memory of different strides: what is sent is in the order of its elements.
+    """
     if group.size() > 1:
-        dist.all_reduce(value, op=_OPS[op], group=group)
+        dense = value.contiguous()
+        dist.all_reduce(dense, op=_OPS[op], group=group)
+        if dense is not value:
+            value.copy_(dense)
     return value
 
 
@@ -64,7 +70,10 @@ def rotate(value: Tensor, rows: int, group: ProcessGroup) -> Callable[[], Tensor
 def broadcast_first(value: Tensor, group: ProcessGroup) -> Tensor:
     """Overwrite ``value`` in place with that of the group's first rank and return it."""
     if group.size() > 1:
-        dist.broadcast(value, group=group, group_src=0)
+        dense = value.contiguous()
+        dist.broadcast(dense, group=group, group_src=0)
+        if dense is not value:
+            value.copy_(dense)
     return value
 
 

@@ -3,12 +3,12 @@
 Each belongs to a slot or to the trainer. The factory of each runs on every rank, so that random
 generators stay in step and the ranks can compare what they made; the values of the first rank are
 then sent to all. Every TP and CP rank sees the full outputs and so computes the whole gradient:
-``reductions.reduce_probe`` says how they are brought together.
+``reductions.reduce_custom`` says how they are brought together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -46,6 +46,7 @@ class CustomParts:
         self._world = agreement.world(groups, device)
         self._taken, self._slots, self._borrowed = taken, slots, borrowed
         self._parts: dict[tuple[str | None, str], tuple[Owner, list[Member]]] = {}
+        self._modules: dict[tuple[str | None, str], torch.nn.Module] = {}
 
     def module(
         self, name: str, factory: Callable[[], OwnModule], *, slot: str | None = None
@@ -56,6 +57,7 @@ class CustomParts:
         members = [(kind, f"{own}.{n}", t) for kind, n, t in ownership.tensors_of(made)]
         owner = self._adopt("module", name, slot, members)
         ownership.guard(made, owner)
+        self._modules[slot, name] = made
         return made
 
     def parameter(
@@ -83,6 +85,27 @@ class CustomParts:
         for key in [key for key in self._parts if key[0] == slot]:
             owner, _ = self._parts.pop(key)
             owner.gone = why
+            self._modules.pop(key, None)
+
+    def check_modules(self) -> None:
+        """Refuse modules that hold other parameters than those registered; a collective of all.
+
+        Nothing is asked of the other ranks where there is no module.
+
+        Raises:
+            ValueError: on every rank, with the parameter.
+        """
+        if self._modules:
+            agreement.agree("the parameters of modules", self._exchanged, self._world)
+
+    def _exchanged(self) -> dict[str, Fact]:
+        for key, module in self._modules.items():
+            owner, members = self._parts[key]
+            own = full_name(*key)
+            known = {full: tensor for kind, full, tensor in members if kind == "parameter"}
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                check_registered(owner.what, f"{own}.{name}", parameter, known)
+        return {}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every parameter by its full name; a shared one once, by its first name."""
@@ -112,7 +135,8 @@ class CustomParts:
             self._check_free(what, [full])
             made.append(_run(what, factory))
             if isinstance(made[0], torch.nn.Module):
-                inside = ownership.tensors_of(made[0])
+                inside = list(ownership.tensors_of(made[0]))
+                check_inner_names(what, inside)
                 self._check_free(what, [f"{full}.{inner}" for _, inner, _ in inside])
             return {
                 "owner": structure.in_words(_owner_name(slot)),
@@ -140,6 +164,9 @@ class CustomParts:
             tensor.requires_grad_(False)
             tensor.grad = None
             tensor.data = share(value, self._groups)
+            if part == "parameter":
+                # Torch takes hooks of what is trained alone, and keeps them.
+                tensor.requires_grad_(True).register_hook(owner.check_gradient)
             tensor.requires_grad_(trained)
             ownership.own(tensor, owner)
         self._parts[slot, name] = owner, members
@@ -204,6 +231,35 @@ def check_name(what: str, name: object) -> None:
     if not isinstance(name, str) or not name or "/" in name:
         raise ValueError(
             f"{what}: expected a name without a slash, which parts a slot from what it owns"
+        )
+
+
+def check_inner_names(what: str, members: Collection[Member]) -> None:
+    """Refuse a tensor of a module whose name would be read as a slot's.
+
+    Raises:
+        ValueError: its name has a slash, as any key of a ``ParameterDict`` may.
+    """
+    for kind, name, _ in members:
+        if "/" in name:
+            raise ValueError(
+                f"{what}: {kind} {name!r} has a slash in its name, which parts a slot from what "
+                "it owns; give it a name without one in the factory"
+            )
+
+
+def check_registered(what: str, name: str, parameter: Tensor, known: Mapping[str, Tensor]) -> None:
+    """Refuse a parameter of a module that is not the one ``known`` by its name.
+
+    Raises:
+        ValueError: it would be neither reduced nor stepped.
+    """
+    if known.get(name) is not parameter:
+        found = "another tensor than the one that was" if name in known else "not what was"
+        raise ValueError(
+            f"{what}: parameter {name!r} is {found} registered, and would be neither reduced nor "
+            "stepped. Set values in place (load_state_dict without assign, or parameter.copy_ "
+            "under torch.no_grad), or register a module anew from a factory that makes it so"
         )
 
 

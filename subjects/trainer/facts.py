@@ -1,13 +1,16 @@
-"""A request as facts that the ranks of a batch can compare."""
+"""A request, what is trained and a plan, as facts that ranks can compare."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 
 import torch
 from torch import Tensor
 
+from subjects.token_ids import whole_number
 from subjects.trainer.agreement import Fact
+from subjects.trainer.plan import Plan
 from subjects.types import ForwardInput
 
 
@@ -26,12 +29,39 @@ def request_facts(request: ForwardInput, *, prefix: str = "") -> dict[str, Fact]
         elif field.name == "target_tokens":
             fact = _targets(request.targets())
         else:
-            value = repr(getattr(request, field.name))
+            given = getattr(request, field.name)
+            # An integer of numpy is written otherwise than Python's own.
+            number = whole_number(given)
+            value = repr(given if number is None else number)
             fact = Fact(value.encode(), value)
         facts[prefix + field.name] = fact
     grad = str(torch.is_grad_enabled())
     facts[f"{prefix}torch.is_grad_enabled()"] = Fact(grad.encode(), grad)
     return facts
+
+
+def option_facts(options: Mapping[str, object]) -> dict[str, Fact]:
+    """Every option by its name."""
+    return {name: Fact(repr(one).encode(), repr(one)[:_LONGEST]) for name, one in options.items()}
+
+
+def training_facts(trained: Mapping[str, bool]) -> dict[str, Fact]:
+    """Which parameters are trained, by name; a reader is told those that are not."""
+    frozen = [name for name, wanted in trained.items() if not wanted]
+    shown = ", ".join(frozen[:_SHOWN]) or "nothing"
+    more = f" and {len(frozen) - _SHOWN} more" if len(frozen) > _SHOWN else ""
+    # Names hold no line feed, as they are those of attributes, files or callers.
+    value = "\n".join(f"{int(wanted)}{name}" for name, wanted in trained.items())
+    return {"what is frozen": Fact(value.encode(), shown + more)}
+
+
+def plan_facts(plan: Plan) -> dict[str, Fact]:
+    """Which rank computes which rows, in which order."""
+    value = repr(plan.sizes).encode() + b"".join(_bytes(shard) for shard in plan.shards)
+    return {"plan": Fact(value, f"shards of {plan.sizes} rows")}
+
+
+_SHOWN, _LONGEST = 6, 80
 
 
 def _tokens(documents: list[Tensor]) -> Fact:
@@ -49,4 +79,4 @@ def _targets(targets: Tensor | None) -> Fact:
 
 
 def _bytes(values: Tensor) -> bytes:
-    return values.contiguous().numpy().tobytes()
+    return values.cpu().contiguous().numpy().tobytes()

@@ -4,6 +4,9 @@ Each rank writes its rows into zeros in source order and the context-parallel ra
 rows come out where they belong whatever the plan was. Every rank then computes the same loss from
 the same sequence, and its gradient is the whole gradient already: an owner takes its rows of it,
 once and unscaled.
+
+Full logits follow the same rule a chunk of rows at a time: ``head_chunks.write_block`` and
+``sum_blocks`` gather them, ``head_gradients.read_block`` takes an owner's rows of their gradient.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from subjects.protocol import Placement
-from subjects.trainer import reductions, slots
+from subjects.trainer import agreement, facts, losses, reductions, slots
+from subjects.trainer.agreement import Fact
 from subjects.trainer.lora import Factor
 
 if TYPE_CHECKING:
@@ -19,24 +20,42 @@ Stamps = dict[str, tuple[int, int]]
 
 
 def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
-    """Reduce every gradient over the ranks, in place, unless that was done; a collective then.
+    """Reduce every gradient over the ranks, in place, unless that was done; a collective.
 
     ``reduced`` are the stamps of an earlier reduction, None where there was none since gradients
-    were zeroed. Returns those of this one.
+    were zeroed. Returns those of this one. All ranks agree first on whether they were reduced and
+    on what is trained.
 
     Raises:
-        ValueError: a backward has added to gradients that were reduced.
+        ValueError: on every rank: a backward has added to gradients that were reduced, on any; or a
+            module of the caller's holds other parameters than those registered.
+        DisagreementError: ranks that train other parameters, or have reduced where others have
+            not; or a caller's parameter whose gradients differ between the ranks of a batch.
     """
     rules = reducers(trainer)
     every = {name: parameter for name, (parameter, _) in rules.items()}
-    if reduced is not None:
+
+    def known() -> dict[str, Fact]:
         # What belonged to a slot that is gone has no stamp any more.
-        if not stamps(every).items() <= reduced.items():
+        if reduced is not None and not stamps(every).items() <= reduced.items():
             raise ValueError(
                 "a backward has added to gradients that were reduced over the ranks already; "
                 "call zero_gradients() between reading gradients and the next backward"
             )
+        state = "not reduced yet" if reduced is None else "reduced"
+        return {
+            **facts.training_facts(trained(trainer)),
+            "the state of gradients": Fact(state.encode(), state),
+        }
+
+    agreement.agree("reading or reducing gradients", known, trainer.world)
+    if reduced is not None:
         return reduced
+    trainer.custom.check_modules()
+    if trainer.check_losses:
+        losses.compare_own(
+            {name: one.grad for name, one in trainer.custom.named_parameters()}, trainer.world
+        )
     present = reductions.agree_on_presence(
         [parameter.grad for parameter in every.values()], trainer.groups, device=trainer.device
     )
@@ -46,6 +65,15 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
         local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = reduce((local.to_dense() if local.is_sparse else local).contiguous())
     return stamps(every)
+
+
+def trained(trainer: TrainerRank) -> dict[str, bool]:
+    """Whether each parameter is trained, by the names of its gradients."""
+    model = trainer.model.named_parameters()
+    return {
+        **{", ".join(trainer.layouts[name].names): one.requires_grad for name, one in model},
+        **{name: one.requires_grad for name, one, _ in trainer.named_parameters()},
+    }
 
 
 def reducers(
@@ -62,11 +90,11 @@ def reducers(
         return lambda gradient: slots.reduce_factor(gradient, factor, groups)
 
     def of_custom(gradient: Tensor) -> Tensor:
-        return reductions.reduce_probe(gradient, groups)
+        return reductions.reduce_custom(gradient, groups)
 
     return {
         **{name: (one, of_weight(name, one)) for name, one in trainer.model.named_parameters()},
-        **{name: (one, of_factor(of)) for name, one, of in trainer.adapters.named_factors()},
+        **{name: (one, of_factor(of)) for name, one, of in trainer.slot_table.named_factors()},
         **{name: (one, of_custom) for name, one in trainer.custom.named_parameters()},
     }
 

@@ -9,7 +9,7 @@ wrong without a sign: each rank takes its own rows of what it believes to be the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -33,24 +33,41 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Watch:
-    """The outputs of one forward: its ``number`` on this trainer, their ``names``."""
+    """The outputs of one forward: its ``number`` on this trainer, their ``names``.
+
+    ``changed`` says what has happened since to the weights that it ran with; "" for nothing.
+    """
 
     number: int
     names: tuple[str, ...]
     circle: Circle
     compare: bool
+    changed: Callable[[], str]
 
 
-def watch(output: ForwardOutput, *, number: int, circle: Circle, compare: bool) -> ForwardOutput:
+def nothing_changed() -> str:
+    """Of weights that are never replaced."""
+    return ""
+
+
+def watch(
+    output: ForwardOutput,
+    *,
+    number: int,
+    circle: Circle,
+    compare: bool,
+    changed: Callable[[], str] = nothing_changed,
+) -> ForwardOutput:
     """``output`` with what is differentiable in it led through one node of the graph.
 
-    ``compare`` False leaves out the comparison and its two collectives.
+    ``compare`` False leaves out the comparison and its two collectives. ``changed`` is asked in
+    backward what has happened to the weights since.
     """
     tensors = differentiable(output)
     if not tensors:
         return output
     watched: tuple[Tensor, ...] = Outputs.apply(  # type: ignore[no-untyped-call]
-        Watch(number, tuple(tensors), circle, compare), *tensors.values()
+        Watch(number, tuple(tensors), circle, compare, changed), *tensors.values()
     )
     return put_back(output, dict(zip(tensors, watched, strict=True)))
 
@@ -75,13 +92,14 @@ class Outputs(torch.autograd.Function):
         """The gradients as they came.
 
         Raises:
-            RuntimeError: the graph is gone.
+            RuntimeError: the graph is gone, or the weights are no longer those of the forward.
             DisagreementError: the replicas' losses differ.
         """
         check_graph(ctx)
         watched: Watch = ctx.watched
         if watched.compare:
             compare(gradients, watched)
+        check_weights(watched)
         return None, *passed_on(gradients)
 
 
@@ -106,6 +124,22 @@ def check_graph(ctx: Any) -> None:
         ) from error
 
 
+def check_weights(watched: Watch) -> None:
+    """Refuse the backward of a forward whose slot was replaced, removed or changed since.
+
+    Raises:
+        RuntimeError: on every rank, since all of them change their slots together.
+    """
+    changed = watched.changed()
+    if changed:
+        raise RuntimeError(
+            f"the backward of forward {watched.number} came after {changed}: the gradients would "
+            "be lost, or not be those of the values that the forward ran with. Finish the backward "
+            "before a slot is replaced, restored, removed or stepped; call zero_gradients(), and "
+            "run the forward again"
+        )
+
+
 def compare(gradients: Sequence[Tensor | None], watched: Watch) -> None:
     """Compare the gradients of one forward's outputs over the TP and CP ranks; a collective.
 
@@ -121,9 +155,10 @@ def compare(gradients: Sequence[Tensor | None], watched: Watch) -> None:
             for name, gradient in zip(watched.names, gradients, strict=True)
         ]
     )
-    everyone = agreement.exchange(
-        f"the backward of forward {watched.number}", mine.view(torch.int64).flatten(), circle
-    )
+    # A rank that is about to refuse says so here, for the others to hear of it.
+    changed = watched.changed()
+    call = f"the backward of forward {watched.number}" + (f" after {changed}" if changed else "")
+    everyone = agreement.exchange(call, mine.view(torch.int64).flatten(), circle)
     seen = everyone[:, : mine.numel()].contiguous().view(torch.float64)
     seen = seen.view(len(everyone), len(gradients), len(STATISTICS))
     found = []
@@ -138,6 +173,47 @@ def compare(gradients: Sequence[Tensor | None], watched: Watch) -> None:
             "zero_gradients() before going on (build(..., check_losses=False) leaves this check "
             "out)"
         )
+
+
+def compare_own(gradients: Mapping[str, Tensor | None], everyone: Circle) -> None:
+    """Compare the gradients of the caller's own parameters over the TP and CP ranks of each batch.
+
+    A collective of all ranks: one gather for all parameters. A loss may depend on them beside the
+    outputs, or on outputs without their graph, and ``compare`` sees nothing of that.
+
+    Raises:
+        DisagreementError: with the parameters, ranks and values, the same text on every rank.
+    """
+    batch = everyone.within
+    if batch is None or len(batch.ranks) == 1 or not gradients:
+        return
+    mine = torch.cat(
+        [statistics(_rows(gradient)).to(everyone.device) for gradient in gradients.values()]
+    )
+    rows = agreement.gather(mine, everyone).cpu()
+    seen = rows.view(-1, len(batch.ranks), len(gradients), len(STATISTICS))
+    found = []
+    for at, (name, gradient) in enumerate(gradients.items()):
+        for index, one in enumerate(seen[:, :, at]):
+            differing = differences(one, tolerance(gradient))
+            if differing:
+                places = everyone.ranks[index * len(batch.ranks) :][: len(batch.ranks)]
+                found.append(f"that of {name} has {_by_place(one, differing, places)}")
+    if found:
+        raise DisagreementError(
+            "the gradients of the caller's own parameters differ between the ranks of a batch: "
+            f"{'; '.join(found)}. Each TP and CP rank must compute the whole gradient, from the "
+            "same outputs in the same way; call zero_gradients() before going on "
+            "(build(..., check_losses=False) leaves this check out)"
+        )
+
+
+def _rows(gradient: Tensor | None) -> Tensor | None:
+    """The same with a first dimension, and dense: an embedding of the caller's may be sparse."""
+    if gradient is None:
+        return None
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense if dense.dim() else dense.reshape(1)
 
 
 def statistics(gradient: Tensor | None, *, local: bool = False) -> Tensor:
@@ -222,8 +298,12 @@ def put_back(output: ForwardOutput, tensors: dict[str, Tensor]) -> ForwardOutput
 
 
 def _described(name: str, seen: Tensor, differing: list[int], circle: Circle) -> str:
+    return f"the gradient that reached {name} has {_by_place(seen, differing, circle.ranks)}"
+
+
+def _by_place(seen: Tensor, differing: list[int], places: Sequence[str]) -> str:
     ranks = []
-    for place, row in zip(circle.ranks, seen, strict=True):
+    for place, row in zip(places, seen, strict=True):
         if not row[0]:
             ranks.append(f"none on {place}")
             continue
@@ -231,7 +311,7 @@ def _described(name: str, seen: Tensor, differing: list[int], circle: Circle) ->
         shown = dict.fromkeys([1, 2, *(at for at in differing if at > 2)][:3])
         words = ", ".join(f"{STATISTICS[at]} {row[at].item():.12g}" for at in shown)
         ranks.append(f"{words} on {place}")
-    return f"the gradient that reached {name} has {'; '.join(ranks)}"
+    return "; ".join(ranks)
 
 
 @lru_cache(maxsize=16)

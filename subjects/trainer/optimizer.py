@@ -7,8 +7,9 @@ whatever holds it, and the decision to step, which must be the same on all ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from subjects.protocol import Placement
+from subjects.token_ids import shown
 from subjects.trainer import agreement, collectives
 from subjects.trainer.agreement import Fact
 from subjects.trainer.precision import working_dtype
@@ -42,6 +44,9 @@ class Steppable(Protocol):
 
     def reduce_gradients(self) -> None:
         """Reduce all gradients over the ranks, once."""
+
+    def check_parts(self) -> None:
+        """Refuse parts that are no longer what was registered; a collective of all ranks."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
         """Name, this rank's part and placement of all that is stepped."""
@@ -79,6 +84,7 @@ class Optimizer:
 
         agreement.agree("optimizer", facts, self._world)
         self._torch = made[0]
+        self._kind, self._moments = kind, moments_of(kind, options)
 
     def step(self) -> StepResult:
         """Reduce gradients, clip each slot's by its own norm, update; a collective of all ranks.
@@ -89,9 +95,11 @@ class Optimizer:
         ``zero_gradients``.
 
         Raises:
-            ValueError: nothing to step, or a backward has added to gradients that were reduced.
+            ValueError: nothing to step, a backward has added to gradients that were reduced, or a
+                module of the caller's holds other parameters than those registered.
         """
         ready(self._trainer)
+        self._trainer.check_parts()
         slots = by_slot(self._trainer.named_parameters())
         if not slots:
             raise ValueError(
@@ -137,15 +145,23 @@ class Optimizer:
         A collective of all ranks.
 
         Raises:
-            ValueError: on every rank: state of a parameter that there is not, or of another shape.
+            TypeError: on every rank: no mapping of names to mappings of tensors.
+            ValueError: on every rank: state of a parameter that there is not, of another kind of
+                optimizer, incomplete, or of another shape or dtype; or ranks that must hold the
+                same and were given something else.
         """
-        named = {name: parameter for name, parameter, _ in self._trainer.named_parameters()}
-        agreement.agree("load_state_dict", lambda: check_state(state, named), self._world)
+        named = {one[0]: Named(*one) for one in self._trainer.named_parameters()}
+        wanted = Wanted(self._kind, self._moments)
+        agreement.agree_on_values(
+            "load_state_dict",
+            lambda: check_state(state, named, wanted),
+            lambda: with_cuts(state, named),
+            self._trainer.groups,
+            self._trainer.device,
+        )
         self._torch.state.clear()
         for name, moments in state.items():
-            self._torch.state[named[name]] = {
-                key: value.detach().clone() for key, value in moments.items()
-            }
+            self._torch.state[named[name].parameter] = taken_up(moments)
 
     def _state(self, parameter: torch.nn.Parameter) -> Mapping[str, object]:
         found: Mapping[str, object] = self._torch.state.get(parameter, {})
@@ -168,7 +184,7 @@ def empty_optimizer(kind: str, options: Mapping[str, Any]) -> torch.optim.Optimi
 
     Raises:
         ValueError: an unknown kind, or an option out of range.
-        TypeError: an option of the other kind, or no ``lr``.
+        TypeError: an option of the other kind or of another type, or no ``lr``.
     """
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adamw": torch.optim.AdamW,
@@ -178,18 +194,47 @@ def empty_optimizer(kind: str, options: Mapping[str, Any]) -> torch.optim.Optimi
         "adamw": {"lr", "betas", "eps", "weight_decay"},
         "sgd": {"lr", "momentum", "weight_decay"},
     }
-    if kind not in kinds:
-        raise ValueError(f"optimizer: kind is {kind!r}; expected one of {', '.join(kinds)}")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"optimizer: kind is {shown(kind)}; expected one of {', '.join(kinds)}")
     wrong = options.keys() - takes[kind]
     if wrong or "lr" not in options:
         raise TypeError(
             f"optimizer: got {', '.join(sorted(options)) or 'no options'}; {kind} needs lr, and "
             f"takes {', '.join(sorted(takes[kind]))}"
         )
+    for name, value in options.items():
+        check_option(name, value)
     # The plain loop everywhere: which kernels are fused must not depend on a rank's device.
     optimizer = kinds[kind]([torch.zeros(1)], **options, foreach=False)
     optimizer.param_groups.clear()
     return optimizer
+
+
+def check_option(name: str, value: object) -> None:
+    """Refuse an option of torch's optimizer by its name.
+
+    Raises:
+        TypeError: no number, or for ``betas`` no two of them.
+        ValueError: a number out of range.
+    """
+    if name == "betas":
+        pair = isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
+        if not pair:
+            raise TypeError(f"optimizer: betas is {shown(value)}; expected two numbers")
+        if not all(0 <= one < 1 for one in value):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"optimizer: betas is {shown(value)}; expected two numbers from 0 to below 1"
+            )
+    elif not _is_number(value):
+        raise TypeError(f"optimizer: {name} is {shown(value)}; expected a number")
+    elif not 0 <= value < math.inf:  # type: ignore[operator]
+        raise ValueError(
+            f"optimizer: {name} is {shown(value)}; expected a finite number of at least 0"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def ready(trainer: Steppable) -> None:
@@ -200,7 +245,7 @@ def ready(trainer: Steppable) -> None:
 def by_slot(
     named: Iterator[tuple[str, torch.nn.Parameter, Placement]],
 ) -> dict[str, Sequence[Named]]:
-    """The parameters of each slot; names begin with it and a slash."""
+    """The parameters of each slot; names begin with it and a slash, and have no other."""
     slots: dict[str, list[Named]] = {}
     for name, parameter, placement in named:
         slots.setdefault(name.rpartition("/")[0] or OWN, []).append(
@@ -310,27 +355,110 @@ def check_max_norm(max_norm: float | None) -> None:
         raise ValueError(f"optimizer: max_norm is {max_norm!r}; expected a positive number or None")
 
 
-def check_state(
-    state: Mapping[str, Mapping[str, Tensor]], named: Mapping[str, Tensor]
-) -> dict[str, Fact]:
+class Wanted(NamedTuple):
+    """What an optimizer of one ``kind`` remembers of each parameter."""
+
+    kind: str
+    moments: frozenset[str]
+
+
+def moments_of(kind: str, options: Mapping[str, Any]) -> frozenset[str]:
+    """The names of what an optimizer remembers of each parameter; SGD without momentum nothing."""
+    if kind == "adamw":
+        return frozenset({"exp_avg", "exp_avg_sq", "step"})
+    return frozenset({"momentum_buffer"} if options.get("momentum") else ())
+
+
+def check_state(state: object, named: Mapping[str, Named], wanted: Wanted) -> dict[str, Fact]:
     """What ranks must be told alike about a state: which parameters it has, and which moments.
 
     Raises:
-        ValueError: a parameter that there is not, or a moment of another shape.
+        TypeError: it is no mapping of names to mappings of tensors.
+        ValueError: a parameter that there is not, another optimizer's moments or not all of this
+            one's, or a moment of another shape or dtype.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"load_state_dict: got {_kind(state)}; expected what state_dict gave, a mapping of "
+            "names of parameters to their moments"
+        )
     for name, moments in state.items():
         if name not in named:
             raise ValueError(
                 f"load_state_dict: there is no parameter {name!r}; register it, or load its slot, "
                 "before the state of the optimizer"
             )
+        if not isinstance(moments, Mapping):
+            raise TypeError(
+                f"load_state_dict: {name} has {_kind(moments)}; expected a mapping of moments "
+                "to tensors, as state_dict gave it"
+            )
+        if moments.keys() - wanted.moments:
+            raise ValueError(
+                f"load_state_dict: {name} has {_listed(moments)}; this optimizer is {wanted.kind} "
+                f"and keeps {_listed(wanted.moments)}. Load the state of one of the same kind and "
+                "options"
+            )
         for key, value in moments.items():
-            if value.dim() and value.shape != named[name].shape:
-                raise ValueError(
-                    f"load_state_dict: {name}.{key} has shape {list(value.shape)}, the parameter "
-                    f"{list(named[name].shape)}; load it on the topology that it is from"
-                )
+            check_moment(f"{name}.{key}", value, named[name].parameter)
+        if wanted.moments - moments.keys():
+            raise ValueError(
+                f"load_state_dict: {name} lacks {_listed(wanted.moments - moments.keys())}; load "
+                "all that state_dict gave for it, or leave the parameter out to begin anew"
+            )
     return {name: _fact(sorted(moments)) for name, moments in state.items()}
+
+
+def check_moment(what: str, value: object, parameter: Tensor) -> None:
+    """Refuse what could not be a moment of ``parameter``, or its number of steps.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it has another shape, or is not of the right dtype.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"load_state_dict: {what} is {_kind(value)}; expected a tensor")
+    if what.endswith(".step"):
+        if value.dim() or not value.is_floating_point():
+            raise ValueError(
+                f"load_state_dict: {what} is {value.dtype} {list(value.shape)}; expected a "
+                "floating scalar, the number of steps, as state_dict gave it"
+            )
+        return
+    if value.shape != parameter.shape:
+        raise ValueError(
+            f"load_state_dict: {what} has shape {list(value.shape)}, the parameter "
+            f"{list(parameter.shape)}; load it on the topology that it is from"
+        )
+    if value.dtype != parameter.dtype:
+        raise ValueError(
+            f"load_state_dict: {what} has dtype {value.dtype}, the parameter {parameter.dtype}; "
+            "load it in a run of the dtype that it is from"
+        )
+
+
+def with_cuts(
+    state: Mapping[str, Mapping[str, Tensor]], named: Mapping[str, Named]
+) -> dict[str, tuple[Tensor, bool]]:
+    """Every moment by its full name, and whether each tensor-parallel rank has its own slice."""
+    return {
+        f"{name}.{key}": (value, bool(value.dim()) and is_sharded(named[name].placement))
+        for name, moments in state.items()
+        for key, value in moments.items()
+    }
+
+
+def taken_up(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, since a step changes them in place."""
+    return {key: value.detach().clone() for key, value in moments.items()}
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
 
 
 def _fact(value: object) -> Fact:

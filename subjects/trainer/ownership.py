@@ -36,6 +36,20 @@ class Owner:
                 "returns"
             )
 
+    def check_gradient(self, gradient: Tensor) -> None:
+        """Refuse a gradient of what no longer belongs to the trainer; a hook of its parameters.
+
+        Raises:
+            RuntimeError: it was retired between forward and backward.
+        """
+        del gradient
+        if self.gone:
+            raise RuntimeError(
+                f"{self.what} was given a gradient after {self.gone}: nobody would step it. "
+                "Finish the backward of what used it before its slot is replaced, restored or "
+                "removed; call zero_gradients() before going on"
+            )
+
 
 def check_fresh(values: Iterable[object]) -> None:
     """Refuse stale tensors among the arguments of an operation, lists and mappings included."""

@@ -28,7 +28,7 @@ BLOCKS = 8
 class Plan:
     """The packed rows of each context-parallel rank, in the order in which it computes them.
 
-    ``loads`` is the work of each shard, in keys attended to (see ``row_work``).
+    ``loads`` is the work of each shard, in the cost of attending to one key (see ``row_work``).
     """
 
     shards: tuple[Tensor, ...]
@@ -70,10 +70,10 @@ def make_plan(policy: PlanPolicy, *, work: Tensor, cp: int) -> Plan:
     """The plan of ``policy`` for R packed rows of ``work`` [R] each on ``cp`` ranks.
 
     ``"balanced"`` gives every rank about as much work: runs of rows, the heaviest first, each to
-    the rank with the least so far. ``"runs"`` cuts the rows into equal runs, of which the last are
-    the heaviest. ``"uneven"`` cuts more, growing blocks and deals them out of order, so that shards
-    differ in size and hold several runs in a shuffled order. ``"empty"`` is ``"uneven"`` with
-    nothing for the last rank.
+    the rank with the least so far. ``"runs"`` cuts the rows into equal runs; of one long document
+    the last run is the heaviest. ``"uneven"`` cuts more, growing blocks and deals them out of
+    order, so that shards differ in size and hold several runs in a shuffled order. ``"empty"`` is
+    ``"uneven"`` with nothing for the last rank.
 
     Raises:
         ValueError: an unknown name, or shards that don't hold each row exactly once.
@@ -121,7 +121,7 @@ def balanced(work: Tensor, cp: int) -> Shards:
 
 
 def runs(work: Tensor, cp: int) -> Shards:
-    """Contiguous runs of equal length, the last ones a row longer where the rows don't divide."""
+    """Contiguous runs of equal length, some of them a row longer where the rows don't divide."""
     rows = len(work)
     return [list(range(rows * at // cp, rows * (at + 1) // cp)) for at in range(cp)]
 

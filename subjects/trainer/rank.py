@@ -15,6 +15,7 @@ from subjects.trainer import (
     agreement,
     attention,
     batches,
+    facts,
     gradients,
     heads,
     losses,
@@ -25,6 +26,7 @@ from subjects.trainer import (
     shims,
     weights,
 )
+from subjects.trainer.agreement import Fact
 from subjects.trainer.architecture import Architecture, read_architecture
 from subjects.trainer.attention import ATTENTION_BLOCK, AttentionOptions, Exchange
 from subjects.trainer.custom import CustomParts
@@ -45,8 +47,9 @@ class TrainerRank:
     All ranks of a batch (every TP and CP coordinate of one DP coordinate) call ``forward`` with the
     same request and get the same outputs. **Losses must be identical on all TP and CP replicas of a
     batch**: compute them from the outputs alone. Ranks of different DP coordinates may call
-    ``forward`` as often as they have batches; ``module``, ``parameter``, ``buffer``,
-    ``reduce_gradients``, ``named_gradients`` and ``dp_reduce`` are collectives of all ranks.
+    ``forward`` as often as they have batches; ``build``, ``freeze``, ``module``, ``parameter``,
+    ``buffer``, ``reduce_gradients``, ``named_gradients`` and ``dp_reduce`` are collectives of all
+    ranks.
 
     Gradients accumulate over forwards. They are reduced once, by ``reduce_gradients`` or the first
     ``named_gradients``; then ``zero_gradients`` begins anew.
@@ -80,7 +83,7 @@ class TrainerRank:
         self.part = VocabularySlice(
             start=start, columns=stop - start, size=architecture.vocabulary, group=self.groups.tp
         )
-        self.adapters = Slots(
+        self.slot_table = Slots(
             model, architecture, self.groups, device=self.device, dtype=self.dtype
         )
         self.custom = CustomParts(
@@ -88,15 +91,15 @@ class TrainerRank:
             device=self.device,
             dtype=self.dtype,
             taken=self._taken,
-            slots=lambda: self.adapters.names,
+            slots=lambda: self.slot_table.names,
             borrowed=lambda: list(model.parameters()),
         )
-        self.adapters.on_replace.append(self.custom.retire)
+        self.slot_table.on_replace.append(self.custom.retire)
         self._reduced: gradients.Stamps | None = None
         self.check_losses = check_losses
         self.forwards = 0
         self._batch = agreement.batch(self.groups, self.device)
-        self._world = agreement.world(self.groups, self.device)
+        self.world = agreement.world(self.groups, self.device)
 
     @classmethod
     def build(
@@ -124,39 +127,75 @@ class TrainerRank:
         ``memory_limit`` is how many bytes the head and the outputs of a forward may take: without
         one, on a GPU what is free, on a CPU any number. ``layers`` runs the first ones alone.
 
+        A collective of all ranks, which pass the same, but for ``memory_limit``. Of a function as
+        ``plan`` its shards are compared in every forward.
+
         Raises:
             FileNotFoundError: the directory holds no checkpoint.
+            DisagreementError: a ValueError: ranks that pass different options or models, or some
+                that refuse theirs.
             ValueError: a model that is not supported, a topology that does not divide it, or
                 Megatron's parallel state missing or made for another one, or ``head_rows``,
                 ``memory_limit`` or ``layers`` that can't be.
         """
-        heads.check_rows(head_rows)
-        admission.check_limit(memory_limit)
-        options = AttentionOptions(attention, attention_block)
-        directory = Path(checkpoint_dir)
-        architecture = read_architecture(directory, layers=layers)
         tp, cp = rank.group("tp"), rank.group("cp")
-        architecture.check_tp(tp.size())
-        shims.place_buffers(rank.device)
-        shims.quiet_rng()
-        shims.check_parallel_state(rank)
-        model = build_model(
-            architecture, tp=tp.size(), cp=cp.size(), dtype=rank.dtype, device=rank.device
-        )
-        trainer = cls(
-            model,
-            architecture,
-            rank,
-            sharing=sharing,
-            policy=plan,
-            attention_options=options,
-            head_rows=head_rows,
-            check_losses=check_losses,
-            memory_limit=memory_limit,
-        )
-        weights.load(model, weights.Checkpoint(directory), trainer.layouts, (tp.rank(), tp.size()))
-        trainer.adapters.base_model = str(checkpoint_dir)
-        return trainer
+        world = agreement.world(Groups(tp, cp, rank.group("dp")), rank.device)
+        directory = Path(checkpoint_dir)
+        read: list[tuple[Architecture, AttentionOptions]] = []
+
+        def given() -> dict[str, Fact]:
+            heads.check_rows(head_rows)
+            admission.check_limit(memory_limit)
+            options = AttentionOptions(attention, attention_block)
+            architecture = read_architecture(directory, layers=layers)
+            architecture.check_tp(tp.size())
+            shims.check_parallel_state(rank)
+            read.append((architecture, options))
+            return facts.option_facts(
+                {
+                    **vars(architecture),
+                    "dtype": rank.dtype,
+                    "sharing": sharing,
+                    "plan": "a function" if callable(plan) else plan,
+                    "attention": attention,
+                    "attention_block": attention_block,
+                    "head_rows": head_rows,
+                    "check_losses": check_losses,
+                    # The least limit counts, whatever it is; on a CPU none is no limit.
+                    "memory_limit is None": memory_limit is None and rank.device.type == "cpu",
+                }
+            )
+
+        agreement.agree("build", given, world)
+        made: list[TrainerRank] = []
+
+        def load() -> dict[str, Fact]:
+            architecture, options = read[0]
+            shims.place_buffers(rank.device)
+            shims.quiet_rng()
+            model = build_model(
+                architecture, tp=tp.size(), cp=cp.size(), dtype=rank.dtype, device=rank.device
+            )
+            trainer = cls(
+                model,
+                architecture,
+                rank,
+                sharing=sharing,
+                policy=plan,
+                attention_options=options,
+                head_rows=head_rows,
+                check_losses=check_losses,
+                memory_limit=memory_limit,
+            )
+            part = (tp.rank(), tp.size())
+            weights.load(model, weights.Checkpoint(directory), trainer.layouts, part)
+            trainer.slot_table.base_model = str(checkpoint_dir)
+            made.append(trainer)
+            return {}
+
+        # A rank that can't read its slices must not leave the others in their first forward.
+        agreement.agree("build, weights", load, world)
+        return made[0]
 
     def forward(self, request: ForwardInput) -> ForwardOutput:
         """Run one forward; see ``ForwardInput`` and ``ForwardOutput``.
@@ -172,17 +211,31 @@ class TrainerRank:
             DisagreementError: a ValueError: not all ranks pass the same, or some refuse it.
             AdmissionError: the head and the outputs would not fit into memory.
         """
-        batches.agree_on_request(request, self._check, self._batch)
+        found: list[LocalRows] = []
+
+        def more() -> dict[str, Fact]:
+            # A plan of the caller's may fail, or differ: found before any row is sent by it.
+            found.append(self._local_rows(request))
+            return {
+                **facts.training_facts(gradients.trained(self)),
+                **facts.plan_facts(found[0].plan),
+            }
+
+        batches.agree_on_request(request, self._check, self._batch, more)
+        local = found[0]
         with torch.set_grad_enabled(self._with_grad(request)):
-            local = self._local_rows(request)
             head, place = self._head(request, local)
             admission.admit(request, head, place, limit=self.memory_limit)
-            with self.adapters.use(request.slot):
+            with self.slot_table.use(request.slot):
                 hidden = self._decode(local)
             output = heads.outputs(request, hidden, head, place)
         self.forwards += 1
         return losses.watch(
-            output, number=self.forwards, circle=self._batch, compare=self.check_losses
+            output,
+            number=self.forwards,
+            circle=self._batch,
+            compare=self.check_losses,
+            changed=self.slot_table.changes(request.slot),
         )
 
     def forward_micro_batches(
@@ -201,7 +254,7 @@ class TrainerRank:
             ValueError: a request that ``forward`` would refuse, with its path, or ranks whose
                 ``inputs`` differ.
         """
-        batches.agree_on_sequence(inputs, self._check, self._world)
+        batches.agree_on_sequence(inputs, self._check, self.world)
         dp = self.groups.dp
         return batches.micro_batches(
             list(inputs), self.forward, dp_rank=dp.rank(), dp=dp.size(), yield_empty=yield_empty
@@ -224,7 +277,7 @@ class TrainerRank:
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of the LoRA slots that there are."""
-        return self.adapters.names
+        return self.slot_table.names
 
     def add_slot(
         self,
@@ -246,8 +299,10 @@ class TrainerRank:
         Raises:
             ValueError: on every rank: a name that is taken or can't be, a rank, alpha or targets
                 that can't be, ranks that were told different things, a factory that fails.
+            TypeError: on every rank: targets that are no list, a factory that can't be called or
+                returns no tensor.
         """
-        self.adapters.add(name, rank=rank, alpha=alpha, targets=targets, factory=factory)
+        self.slot_table.add(name, rank=rank, alpha=alpha, targets=targets, factory=factory)
 
     def load_slot(self, name: str, directory: str | Path) -> None:
         """Read a LoRA slot from PEFT's files, in place of any of this name.
@@ -256,9 +311,11 @@ class TrainerRank:
 
         Raises:
             FileNotFoundError: no adapter there, on any rank.
-            ValueError: on every rank: an adapter that the trainer can't run, with what it has.
+            ValueError: on every rank: an adapter that the trainer can't run or read, with what it
+                has.
+            TypeError: on every rank: a directory that is no path.
         """
-        self.adapters.load(name, directory)
+        self.slot_table.load(name, directory)
 
     def save_slot(self, name: str, directory: str | Path) -> None:
         """Write a LoRA slot as PEFT's files, whole, in the dtype of the run.
@@ -268,7 +325,7 @@ class TrainerRank:
         Raises:
             ValueError: on every rank: no such slot, or the first rank can't write.
         """
-        self.adapters.save(name, directory)
+        self.slot_table.save(name, directory)
 
     def snapshot_slot(self, name: str) -> SlotSnapshot:
         """Copy a slot's values, those of this rank alone; no collective.
@@ -276,7 +333,7 @@ class TrainerRank:
         Raises:
             ValueError: no such slot.
         """
-        return self.adapters.snapshot(name)
+        return self.slot_table.snapshot(name)
 
     def restore_slot(self, name: str, snapshot: SlotSnapshot) -> None:
         """Set a slot's values to those of a snapshot, bit for bit; a collective of all ranks.
@@ -285,9 +342,11 @@ class TrainerRank:
         them is no part of a snapshot and is parted with, as when the slot is replaced.
 
         Raises:
-            ValueError: on every rank: no such slot, or a snapshot of another configuration.
+            ValueError: on every rank: no such slot, a snapshot of another configuration, or ranks
+                that must hold the same values and were given others.
+            TypeError: on every rank: something that is no snapshot.
         """
-        self.adapters.restore(name, snapshot)
+        self.slot_table.restore(name, snapshot)
 
     def remove_slot(self, name: str) -> None:
         """Forget a slot, its gradients and what it owns; a collective of all ranks.
@@ -295,7 +354,7 @@ class TrainerRank:
         Raises:
             ValueError: on every rank: no such slot.
         """
-        self.adapters.remove(name)
+        self.slot_table.remove(name)
 
     def module(
         self, name: str, factory: Callable[[], OwnModule], *, slot: str | None = None
@@ -335,7 +394,7 @@ class TrainerRank:
 
         Yields the name of its gradient, this rank's part and its placement.
         """
-        for name, parameter, factor in self.adapters.named_factors():
+        for name, parameter, factor in self.slot_table.named_factors():
             yield name, parameter, factor.placement
         for name, parameter in self.custom.named_parameters():
             yield name, parameter, {}
@@ -351,7 +410,7 @@ class TrainerRank:
 
         Raises:
             ValueError: an unknown kind or an option out of range, or ranks whose options differ.
-            TypeError: an option of the other kind, or no ``lr``.
+            TypeError: an option of the other kind or of another type, or no ``lr``.
         """
         return Optimizer(self, kind, **options)
 
@@ -359,13 +418,19 @@ class TrainerRank:
         """Take no gradients of the decoder (embeddings, layers, last norm), of the head, of both.
 
         With tied embeddings the one matrix belongs to the decoder. ``"base"`` is all of the model,
-        so that slots and parameters of the caller's own are trained alone.
+        so that slots and parameters of the caller's own are trained alone. A collective of all
+        ranks.
 
         Raises:
-            ValueError: an unknown part.
+            ValueError: on every rank: an unknown part, or ranks that pass different ones.
         """
-        if part not in ("decoder", "head", "base"):
-            raise ValueError(f"freeze: got {part!r}; expected 'decoder', 'head' or 'base'")
+
+        def given() -> dict[str, Fact]:
+            if part not in ("decoder", "head", "base"):
+                raise ValueError(f"freeze: got {part!r}; expected 'decoder', 'head' or 'base'")
+            return {"part": Fact(part.encode(), repr(part))}
+
+        agreement.agree("freeze", given, self.world)
         for name, parameter in self.model.named_parameters():
             if part == "base" or name.startswith("output_layer.") == (part == "head"):
                 parameter.requires_grad_(False)
@@ -387,6 +452,10 @@ class TrainerRank:
         """
         self.reduce_gradients()
         yield from gradients.by_name(self)
+
+    def check_parts(self) -> None:
+        """Refuse to step what the caller has exchanged; see ``CustomParts.check_modules``."""
+        self.custom.check_modules()
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
@@ -410,7 +479,7 @@ class TrainerRank:
     def _taken(self) -> set[str]:
         """The names of gradients that are none of the caller's."""
         model = {name for layout in self.layouts.values() for name in layout.names}
-        return model | {name for name, _, _ in self.adapters.named_factors()}
+        return model | {name for name, _, _ in self.slot_table.named_factors()}
 
     def _with_grad(self, request: ForwardInput) -> bool:
         return torch.is_grad_enabled() and not request.no_grad
@@ -419,7 +488,7 @@ class TrainerRank:
         """Refuse what this rank can't run, before any collective."""
         check_request(request, vocabulary=self.architecture.vocabulary)
         if request.slot is not None:
-            self.adapters.get(request.slot)
+            self.slot_table.get(request.slot)
         if self._with_grad(request) and self._reduced is not None:
             raise ValueError(
                 "the gradients have been reduced over the ranks, and what a further backward adds "
@@ -429,9 +498,9 @@ class TrainerRank:
     def _local_rows(self, request: ForwardInput) -> LocalRows:
         packed = packing.pack(request.documents(), sharing=self.sharing).to(self.device)
         work = plan.row_work(packed, linear=plan.linear_work(self.architecture))
-        shards = plan.make_plan(self.policy, work=work, cp=self.groups.cp.size())
+        made = plan.make_plan(self.policy, work=work, cp=self.groups.cp.size())
         return plan.local_rows(
-            packed, shards, cp_rank=self.groups.cp.rank(), tp=self.groups.tp.size()
+            packed, made, cp_rank=self.groups.cp.rank(), tp=self.groups.tp.size()
         )
 
     def _decode(self, local: LocalRows) -> Tensor:
@@ -459,7 +528,7 @@ class TrainerRank:
 
     def _head(self, request: ForwardInput, local: LocalRows) -> tuple[HeadWeights, Place]:
         owner = self.model.embedding.word_embeddings if self.architecture.tied else None
-        factors = self.adapters.head_factors(request.slot) or ()
+        factors = self.slot_table.head_factors(request.slot) or ()
         head = HeadWeights((owner or self.model.output_layer).weight, *factors)
         return head, Place(
             local=local, part=self.part, groups=self.groups, head_rows=self.head_rows

@@ -4,6 +4,10 @@ Model weights: each context-parallel rank holds the gradient of its own rows and
 rank that of its own batch, so both sum. A weight that tensor parallelism replicates is summed over
 it too, since each of its ranks saw its own rows or heads only; a slice is left alone. A parameter
 of the caller's own saw the full sequence on every TP and CP rank, so there it averages.
+``gradients.reducers`` says which rule each parameter follows.
+
+Some functions take a group or name that they do not need: faults that re-create public bugs stand
+in for them, and do.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ def reduce_weight(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
     return collectives.all_reduce(total, groups.dp).to(gradient.dtype)
 
 
-def reduce_probe(gradient: Tensor, groups: Groups) -> Tensor:
+def reduce_custom(gradient: Tensor, groups: Groups) -> Tensor:
     """Average the gradient of a caller's parameter over CP and TP and sum it over DP.
 
     In place from float32 up; half precisions sum in float32 and round once.
@@ -82,17 +86,33 @@ def dp_reduce(value: Value, op: ReduceOp, groups: Groups, *, device: torch.devic
 
     Raises:
         TypeError: not an int, a float or a tensor of real numbers.
-        ValueError: an unknown operation.
+        ValueError: an unknown operation, or an int that has more than 64 bits.
         DisagreementError: ranks that pass another kind of value or another operation.
     """
-    agreement.agree(
-        "dp_reduce", lambda: value_facts(value, op), agreement.data_parallel(groups, device)
-    )
+    made: list[Tensor] = []
+
+    def facts() -> dict[str, Fact]:
+        found = value_facts(value, op)
+        made.append(carried(value, device))
+        return found
+
+    agreement.agree("dp_reduce", facts, agreement.data_parallel(groups, device))
+    total = collectives.all_reduce(made[0], groups.dp, op=op)
+    return total if isinstance(value, Tensor) else type(value)(total.item())
+
+
+def carried(value: Value, device: torch.device) -> Tensor:
+    """``value`` as a tensor that can be reduced in place.
+
+    Raises:
+        ValueError: an int that has more than 64 bits.
+    """
     if isinstance(value, Tensor):
-        return collectives.all_reduce(value.detach().clone(), groups.dp, op=op)
+        return value.detach().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"dp_reduce: {value} does not fit into 64 bits")
     kind = torch.int64 if isinstance(value, int) else torch.float64
-    carried = torch.tensor(value, dtype=kind, device=device)
-    return type(value)(collectives.all_reduce(carried, groups.dp, op=op).item())
+    return torch.tensor(value, dtype=kind, device=device)
 
 
 def value_facts(value: object, op: object) -> dict[str, Fact]:
@@ -110,6 +130,8 @@ def value_facts(value: object, op: object) -> dict[str, Fact]:
                 f"dp_reduce: got a tensor of {value.dtype}; expected real numbers (count booleans "
                 "with value.sum())"
             )
+        if value.layout != torch.strided:
+            raise TypeError(f"dp_reduce: got a tensor of {value.layout}; pass value.to_dense()")
         kind = f"a tensor of {value.dtype}, shape {list(value.shape)}"
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"dp_reduce: got {kind}; expected an int, a float or a tensor")

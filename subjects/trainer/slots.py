@@ -6,6 +6,7 @@ changes the slots is a collective of all ranks, and is refused by all where one 
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subjects.token_ids import shown
 from subjects.trainer import adapters, agreement, collectives, lora, lora_layers, reductions
 from subjects.trainer.adapters import AdapterConfig
 from subjects.trainer.agreement import Fact
 from subjects.trainer.architecture import Architecture
 from subjects.trainer.lora import Factor
+from subjects.trainer.ownership import Owner
 from subjects.trainer.reductions import Groups
 
 Factory = Callable[[str, tuple[int, ...]], Tensor]
@@ -32,11 +35,15 @@ _HEAD_COPY = "lm_head.base_layer"
 
 @dataclass(frozen=True)
 class Slot:
-    """One adapter on this rank: its factors, and this rank's part of each, by name."""
+    """One adapter on this rank: its factors, and this rank's part of each, by name.
+
+    ``owner`` knows whether the slot is still there.
+    """
 
     config: AdapterConfig
     factors: Mapping[str, Factor]
     values: Mapping[str, torch.nn.Parameter]
+    owner: Owner
 
     @property
     def targets(self) -> Sequence[str]:
@@ -115,7 +122,7 @@ class Slots:
         Raises:
             ValueError: there is none of this name.
         """
-        if name not in self._slots:
+        if not isinstance(name, str) or name not in self._slots:
             there = ", ".join(map(repr, self._slots)) or "none"
             raise ValueError(
                 f"slot {name!r} does not exist; there are: {there}. add_slot and load_slot make one"
@@ -146,6 +153,15 @@ class Slots:
             return None
         return HeadFactors(*slot.pair("lm_head"), slot.scale())
 
+    def changes(self, name: str | None) -> Callable[[], str]:
+        """A function that says what has happened to a slot since this call; "" for nothing.
+
+        Raises:
+            ValueError: the slot does not exist.
+        """
+        slot = choose(self, name)
+        return (lambda: "") if slot is None else changes_of(slot)
+
     def named_factors(self) -> Iterator[tuple[str, torch.nn.Parameter, Factor]]:
         """Name of the gradient (slot/factor), this rank's part and the factor, slot by slot."""
         for slot, found in self._slots.items():
@@ -168,6 +184,7 @@ class Slots:
         def facts() -> dict[str, object]:
             self._check_free(name)
             made.append(adapters.adapter_config(rank=rank, alpha=alpha, targets=targets))
+            check_factory(factory)
             if self._is_first:
                 drawn.append(self._drawn(name, made[0], factory or _Initial(name)))
             return vars(made[0])
@@ -192,16 +209,22 @@ class Slots:
 
         def facts() -> dict[str, object]:
             check_name(name)
-            found.append(self._read(Path(directory)))
+            path = directory_of(directory)
+            found.append(self._read(path))
             # Each rank reads slices of its own: of the same file, or they would never fit.
-            return {**vars(found[0][0]), "contents": adapters.AdapterFile(Path(directory)).digest()}
+            return {**vars(found[0][0]), "contents": adapters.AdapterFile(path).digest()}
 
         self._agree("load_slot", name, facts)
         self._put(name, *found[0])
 
     def save(self, name: str, directory: str | Path) -> None:
         """Write a slot as PEFT's files, whole; see ``TrainerRank.save_slot``."""
-        self._agree("save_slot", name, lambda: {"configuration": self.get(name).config})
+
+        def facts() -> dict[str, object]:
+            directory_of(directory)
+            return {"configuration": self.get(name).config}
+
+        self._agree("save_slot", name, facts)
         slot = self._slots[name]
         whole = {
             factor.name: lora.whole_of(slot.values[factor.name].detach(), factor, self.groups.tp)
@@ -225,7 +248,13 @@ class Slots:
 
     def restore(self, name: str, snapshot: SlotSnapshot) -> None:
         """Set this rank's values to those of a snapshot; see ``TrainerRank.restore_slot``."""
-        self._agree("restore_slot", name, lambda: self._check_snapshot(name, snapshot))
+        agreement.agree_on_values(
+            "restore_slot",
+            lambda: _facts({"name": name, **self._check_snapshot(name, snapshot)}),
+            lambda: self._with_cuts(name, snapshot),
+            self.groups,
+            self.device,
+        )
         with torch.no_grad():
             for factor, value in self._slots[name].values.items():
                 value.copy_(snapshot.values[factor])
@@ -234,7 +263,7 @@ class Slots:
     def remove(self, name: str) -> None:
         """Forget a slot; see ``TrainerRank.remove_slot``."""
         self._agree("remove_slot", name, lambda: {"configuration": self.get(name).config})
-        self._retire(name, "removed")
+        self._part_with(name, "removed")
         del self._slots[name]
 
     @property
@@ -247,12 +276,7 @@ class Slots:
 
     def _agree(self, call: str, name: str, given: Callable[[], Mapping[str, object]]) -> None:
         """Raise on every rank where one of them refuses, or was given something else."""
-
-        def facts() -> dict[str, Fact]:
-            texts = {key: str(value) for key, value in {"name": name, **given()}.items()}
-            return {key: Fact(text.encode(), text) for key, text in texts.items()}
-
-        agreement.agree(call, facts, self._world)
+        agreement.agree(call, lambda: _facts({"name": name, **given()}), self._world)
 
     def _factors(self, config: AdapterConfig) -> dict[str, Factor]:
         return {one.name: one for one in lora.factors(config, self.architecture)}
@@ -266,6 +290,7 @@ class Slots:
 
     def _check_snapshot(self, name: str, snapshot: SlotSnapshot) -> dict[str, object]:
         slot = self.get(name)
+        check_snapshot(snapshot)
         shapes = {factor: value.shape for factor, value in slot.values.items()}
         found = {factor: value.shape for factor, value in snapshot.values.items()}
         if (slot.config, shapes) != (snapshot.config, found):
@@ -275,17 +300,24 @@ class Slots:
             )
         return {"configuration": slot.config}
 
+    def _with_cuts(self, name: str, snapshot: SlotSnapshot) -> dict[str, tuple[Tensor, bool]]:
+        """Values of a snapshot, and whether tensor parallelism cuts each."""
+        return {
+            factor: (snapshot.values[factor], one.dim is not None)
+            for factor, one in self._slots[name].factors.items()
+        }
+
     def _drawn(self, slot: str, config: AdapterConfig, factory: Factory) -> Tensor:
         """The whole factors, end to end, in the dtype of the run."""
         pieces = []
         for name, factor in self._factors(config).items():
-            value = factory(name, factor.shape).detach()
+            value = _made(factory, slot, name, factor.shape)
             if tuple(value.shape) != factor.shape:
                 raise ValueError(
                     f"slot {slot!r}: the factory returned shape {list(value.shape)} for {name}; "
                     f"expected {list(factor.shape)}"
                 )
-            pieces.append(value.to(device=self.device, dtype=self.dtype).flatten())
+            pieces.append(value.detach().to(device=self.device, dtype=self.dtype).flatten())
         return torch.cat(pieces)
 
     def _read(self, directory: Path) -> tuple[AdapterConfig, dict[str, Factor], dict[str, Tensor]]:
@@ -321,17 +353,28 @@ class Slots:
         values: Mapping[str, Tensor],
     ) -> None:
         if name in self._slots:
-            self._retire(name, "replaced")
-        self._slots[name] = Slot(config, factors, {n: self._owned(v) for n, v in values.items()})
+            self._part_with(name, "replaced")
+        owned = {n: self._owned(v) for n, v in values.items()}
+        self._slots[name] = Slot(config, factors, owned, Owner(f"slot {name!r}"))
 
     def _owned(self, value: Tensor) -> torch.nn.Parameter:
         # A copy, so that a slice does not keep the whole alive.
         here = value.detach().to(device=self.device, dtype=self.dtype, copy=True)
         return torch.nn.Parameter(here.contiguous())
 
+    def _part_with(self, name: str, what: str) -> None:
+        self._slots[name].owner.gone = f"slot {name!r} was {what}"
+        self._retire(name, what)
+
     def _retire(self, name: str, what: str) -> None:
         for callback in self.on_replace:
             callback(name, f"slot {name!r} was {what}")
+
+
+def _facts(given: Mapping[str, object]) -> dict[str, Fact]:
+    """What ranks are told, as what they compare: all that its words say."""
+    texts = {key: str(value) for key, value in given.items()}
+    return {key: Fact(text.encode(), text) for key, text in texts.items()}
 
 
 class _Initial:
@@ -363,9 +406,82 @@ def check_name(name: str) -> None:
         )
 
 
+def check_factory(factory: object) -> None:
+    """Refuse what can't be called.
+
+    Raises:
+        TypeError: it is no function, and not None.
+    """
+    if factory is not None and not callable(factory):
+        raise TypeError(
+            f"factory is {shown(factory)}; expected a function (name, shape) -> tensor, or None "
+            "for fresh values"
+        )
+
+
+def check_snapshot(snapshot: object) -> None:
+    """Refuse what is no snapshot.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(snapshot, SlotSnapshot):
+        raise TypeError(
+            f"snapshot is {shown(snapshot)}; expected what snapshot_slot returned (load_slot reads "
+            "files)"
+        )
+
+
+def directory_of(directory: object) -> Path:
+    """The directory of an adapter.
+
+    Raises:
+        TypeError: it is no path.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(
+            f"directory is {shown(directory)}; expected the path of a directory, as text or a Path"
+        )
+    return Path(directory)
+
+
+def _made(factory: Factory, slot: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """What the caller's factory returns for one factor.
+
+    Raises:
+        TypeError: it can't be called with a name and a shape, or returns no tensor.
+    """
+    expected = f"expected a function (name, shape) -> tensor of shape {list(shape)}"
+    try:
+        value: object = factory(name, shape)
+    except TypeError as error:
+        # Most often it takes other arguments, of which Python says neither whose nor why.
+        raise TypeError(f"slot {slot!r}: the factory failed on {name}: {error}; {expected}") from (
+            error
+        )
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"slot {slot!r}: the factory returned {shown(value)} for {name}; {expected}"
+        )
+    return value
+
+
 def choose(slots: Slots, name: str | None) -> Slot | None:
     """The slot that a forward asked for; None for the bare model."""
     return None if name is None else slots.get(name)
+
+
+def changes_of(slot: Slot) -> Callable[[], str]:
+    """A function that says whether the slot is gone or its values were changed since this call."""
+    versions = {name: value._version for name, value in slot.values.items()}
+
+    def changed() -> str:
+        found = [name for name, value in slot.values.items() if value._version != versions[name]]
+        if slot.owner.gone or not found:
+            return slot.owner.gone
+        return f"{found[0]} of {slot.owner.what} was changed in place"
+
+    return changed
 
 
 def scale_of(config: AdapterConfig) -> float:

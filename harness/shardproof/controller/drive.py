@@ -111,6 +111,7 @@ class Drive:
         match payload["type"]:
             case "phase":
                 trace.phase = payload["when"]
+                trace.loaded = payload.get("loaded", trace.loaded)
             case "report":
                 report = payload["report"]
                 trace.reports[report["when"]] = report
@@ -123,6 +124,7 @@ class Drive:
                 trace.judged = payload["part"]
             case "done":
                 trace.done = payload
+                trace.loaded = payload.get("loaded", trace.loaded)
                 if "missing" in payload:
                     self._trouble(at)
             case other:

@@ -8,11 +8,14 @@ import sys
 import time
 import uuid
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardproof.against.raised import RAISED
+from shardproof.against.sides import Side
 from shardproof.fleet import (
     DEFAULT_PRELOAD,
     Exited,
@@ -34,21 +37,32 @@ _CLOSE_LIMIT = 30.0
 
 
 class StartError(RuntimeError):
-    """Ranks that could not be started; the text says what they said."""
+    """Ranks that could not be started; the text says what they said.
+
+    ``raised`` describes the exception that kept a rank from starting, where a control asks for it.
+    """
+
+    def __init__(self, text: str, raised: Mapping[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.raised = raised
 
 
 class FleetPool:
-    """All processes of this controller, and the directories that its runs use."""
+    """All processes of this controller, and the directories that its runs use.
 
-    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+    ``side`` is the side of a control against a revision that they are on.
+    """
+
+    def __init__(self, config: pytest.Config, settings: Settings, side: Side | None = None) -> None:
         self._config = config
         self._settings = settings
+        self.side = side
         self._server: ForkServer | None = None
         self.scratch = Path()
         self._fleets: dict[str, Fleet] = {}
         self._made = 0
         self._directories = 0
-        self._hopeless: dict[str, str] = {}
+        self._hopeless: dict[str, StartError] = {}
         self._run_id = uuid.uuid4().hex
         self.files: list[str] = []
 
@@ -63,13 +77,21 @@ class FleetPool:
             self._server = self._start_server()
         return self._server
 
+    @property
+    def _elsewhere(self) -> Side | None:
+        """The side of a control that imports the subject from elsewhere, if this is that one."""
+        return self.side if self.side is not None and self.side.redirected else None
+
     def _start_server(self) -> ForkServer:
         preload = [*PRELOAD, *self._settings.preload]
+        # Gloo must neither look up this host's name nor be reachable from elsewhere.
+        env = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+        if self._elsewhere is not None:
+            preload = self._elsewhere.preload(preload)
+            env |= self._elsewhere.environment
         while True:
             self.scratch = make_scratch()
-            # Gloo must neither look up this host's name nor be reachable from elsewhere.
-            interface = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-            server = ForkServer(preload=preload, scratch=self.scratch, env=interface)
+            server = ForkServer(preload=preload, scratch=self.scratch, env=env)
             try:
                 server.start()
             except PreloadThreadError as error:
@@ -87,6 +109,11 @@ class FleetPool:
                 )
             except PreloadError as error:
                 server.close()
+                if self._elsewhere is not None and error.module in self._settings.preload:
+                    # It uses the subject, and another revision does not suit it: a matter of
+                    # the cases that need it, which import it by themselves.
+                    preload.remove(error.module)
+                    continue
                 raise pytest.UsageError(f"shardproof_preload: {error}") from error
             else:
                 return server
@@ -98,7 +125,8 @@ class FleetPool:
             StartError: a rank died or could not make its pytest session.
         """
         if label in self._hopeless:
-            raise StartError(f"not tried again: {self._hopeless[label]}")
+            first = self._hopeless[label]
+            raise StartError(f"not tried again: {first}", first.raised)
         fleet = self._fleets.get(label)
         if fleet is not None and not self._healthy(fleet):
             self.drop(fleet)
@@ -187,21 +215,26 @@ class FleetPool:
             while waiting:
                 if time.monotonic() > deadline:
                     stacks = _texts(fleet.stacks())
-                    self._hopeless[label] = (
+                    self._hopeless[label] = StartError(
                         f"ranks {sorted(waiting)} of {label} were not ready within {limit:g} s, "
                         f"the limit of one case and at least {_LEAST_START_LIMIT:g} s; they import "
                         f"the test modules as they start\n{stacks}"
                     )
-                    raise StartError(self._hopeless[label])
+                    raise self._hopeless[label]
                 for event in fleet.poll(max(0.0, deadline - time.monotonic())):
                     match event:
                         case Message() if event.payload.get("type") == "ready":
                             waiting.discard(event.rank)
                         case Message():
-                            raise StartError(
+                            error = StartError(
                                 f"rank {event.rank} of {label} could not make its pytest session\n"
-                                f"{event.payload.get('text')}"
+                                f"{event.payload.get('text')}",
+                                event.payload.get(RAISED),
                             )
+                            if self._elsewhere is not None:
+                                # The import of a conftest file ends the same way each time.
+                                self._hopeless[label] = error
+                            raise error
                         case Exited():
                             raise StartError(
                                 f"{label}: {event} at start\n{fleet.output(event.rank).stderr}"
@@ -219,7 +252,7 @@ class FleetPool:
         setup = SessionSetup(
             args=[str(arg) for arg in invocation.args],
             directory=str(invocation.dir),
-            path=list(sys.path),
+            path=[*(self.side.path if self.side is not None else ()), *sys.path],
             files=self.files,
             basetemp=str(factory.getbasetemp() / "ranks"),
             label=label,
@@ -229,6 +262,7 @@ class FleetPool:
                 "testrunuid": self._run_id,
                 "mainargv": list(sys.argv),
             },
+            subject=self.side.data() if self.side is not None else None,
         )
         return asdict(setup)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.skipping import evaluate_skip_marks, evaluate_xfail_marks
 
+from shardproof.against.raised import RAISED
+from shardproof.against.sides import Side
 from shardproof.cells import (
     MARKER,
     PAYLOAD,
@@ -34,6 +36,7 @@ from shardproof.controller.reports import (
     simple_report,
     skip_report,
 )
+from shardproof.controller.traces import raised_of
 from shardproof.controller.watch import collectives_of
 from shardproof.options import Settings
 from shardproof.rank.groups import same_counts
@@ -54,7 +57,14 @@ _REFERENCES_KEPT = 4
 class Controller:
     """Runs parity items on ranks; everything else is left to pytest."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, items: list[pytest.Item]) -> None:
+    def __init__(
+        self,
+        config: pytest.Config,
+        settings: Settings,
+        items: list[pytest.Item],
+        *,
+        side: Side | None = None,
+    ) -> None:
         for option, name in _REFUSED.items():
             if getattr(config.option, option, False):
                 raise pytest.UsageError(
@@ -64,7 +74,7 @@ class Controller:
                 )
         self._config = config
         self._settings = settings
-        self._pool = FleetPool(config, settings)
+        self._pool = FleetPool(config, settings, side)
         self._references: OrderedDict[str, Reference] = OrderedDict()
         self._unclean: set[int] = set()
         self._last: pytest.Item | None = None
@@ -86,7 +96,7 @@ class Controller:
             return None
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        reports = self._reports(item, cell, nextitem)
+        reports = self.reports_of(item, cell, nextitem)
         teardown = self._own_teardown(item, nextitem)
         if teardown is not None:
             reports = [report for report in reports if report.when != "teardown"]
@@ -115,9 +125,10 @@ class Controller:
         report: pytest.TestReport = item.ihook.pytest_runtest_makereport(item=item, call=call)
         return report
 
-    def _reports(
+    def reports_of(
         self, item: pytest.Item, cell: Cell, nextitem: pytest.Item | None
     ) -> list[pytest.TestReport]:
+        """Run a cell; its reports by phase, of which one carries the result."""
         try:
             case = describe(item, cell)
         except CaseError as error:
@@ -148,7 +159,8 @@ class Controller:
             return self._run_cell(item, case, topology, nextitem)
         except (StartError, OSError) as error:
             # OSError: a full device, or a case that removed the directories of others.
-            return [self._bad(item, case, "not started", str(error))]
+            raised = getattr(error, "raised", None)
+            return [self._bad(item, case, "not started", str(error), raised)]
         finally:
             self._done_with(self._key(item))
 
@@ -173,7 +185,7 @@ class Controller:
             )
         if reference.problem is not None:
             outcome, text = reference.problem
-            return [self._bad(item, case, outcome, text)]
+            return [self._bad(item, case, outcome, text, reference.raised)]
         size = topology.world_size
         cell_dir = self._pool.directory("cell")
         fleet = self._pool.get(f"ranks{size}", size)
@@ -197,12 +209,16 @@ class Controller:
         )
         footer = reproduce_line(item, self._settings, topology.name)
         drive = run_to_end(Drive(fleet, run, limit=limit, reproduce=footer))
+        if self._pool.side is not None:
+            self._pool.side.look(trace.loaded for trace in drive.traces)
         ending = ending_of(drive)
         errors = self._after(drive, size)
         shutil.rmtree(cell_dir, ignore_errors=True)
         if drive.verdicts == [] and ending.outcome == "passed":
             return [self._bad(item, case, "invalid", _OBSERVES_NOTHING)]
         reports = cell_reports(item, drive, ending, footer)
+        if ending.outcome == "not started":
+            _note_raised(reports, raised_of(drive.traces[ending.root or 0]))
         if errors:
             reports = [report for report in reports if report.when != "teardown"]
             reports.append(_late_teardown(item, errors))
@@ -219,7 +235,9 @@ class Controller:
             self._pool.drop(drive.fleet)
             return []
         states = [(trace.done or {}).get("groups") for trace in drive.traces]
-        if not all(states) or not same_counts([state for state in states if state]):
+        same = all(states) and same_counts([state for state in states if state])
+        # Ranks that called different things may leave as many operations behind on each of them.
+        if drive.difference is not None or not same:
             self._unclean.add(size)
         return self._pool.retire(drive.fleet) if self._settings.fresh else []
 
@@ -260,6 +278,10 @@ class Controller:
         except CaseError:
             return item.nodeid
 
+    def pass_over(self, item: pytest.Item) -> None:
+        """Say that a cell will not be run."""
+        self._done_with(self._key(item))
+
     def _done_with(self, key: str) -> None:
         """Free a reference after its last cell."""
         self._left[key] -= 1
@@ -298,7 +320,14 @@ class Controller:
 
     # Reports ----------------------------------------------------------------------------------
 
-    def _bad(self, item: pytest.Item, case: Case, outcome: str, text: str) -> pytest.TestReport:
+    def _bad(
+        self,
+        item: pytest.Item,
+        case: Case,
+        outcome: str,
+        text: str,
+        raised: Mapping[str, Any] | None = None,
+    ) -> pytest.TestReport:
         """A failure of the cell that no rank reported."""
         topology = case.cell.label
         footer = reproduce_line(item, self._settings, topology)
@@ -309,6 +338,7 @@ class Controller:
             longrepr=f"{outcome}: {text}\n\nreproduce: {footer}",
         )
         self._attach([report], case, Ending(outcome), None, None, footer)
+        _note_raised([report], raised)
         return report
 
     def _skipped(self, item: pytest.Item, case: Case, reason: str) -> pytest.TestReport:
@@ -387,6 +417,14 @@ _OBSERVES_NOTHING = (
     "the case observed nothing, so nothing was compared; call rank.observe(name, value) or "
     "rank.observe_gradients(...) on the reference and on every rank"
 )
+
+
+def _note_raised(reports: list[pytest.TestReport], raised: Mapping[str, Any] | None) -> None:
+    """Put what was raised on the report of a failure that no rank reported."""
+    if raised is not None:
+        for report in reports:
+            if report.outcome == "failed":
+                setattr(report, RAISED, dict(raised))
 
 
 def _late_teardown(item: pytest.Item, errors: list[str]) -> pytest.TestReport:

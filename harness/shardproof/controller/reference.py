@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from shardproof.controller.drive import Drive, drive_all, run_to_end
 from shardproof.controller.fleets import FleetPool, StartError
 from shardproof.controller.outcome import ending_of
 from shardproof.controller.reports import failing_text
-from shardproof.controller.traces import skip_reason
+from shardproof.controller.traces import raised_of, skip_reason
 from shardproof.fleet import Exited, Fleet, Message
 from shardproof.rank.work import Run
 from shardproof.verdict import reference_needs
@@ -26,8 +26,9 @@ class Reference:
     """What came of a case's reference: files, or why there are none.
 
     ``problem`` is (outcome, text); ``skip`` a reason to skip every topology, ``xfail`` one to
-    expect its failure (``pytest.xfail`` in the body). ``fallen`` are the
-    places where a float64 reference fell to a lower precision.
+    expect its failure (``pytest.xfail`` in the body). ``raised`` describes the exception behind a
+    problem, where a control asks for it. ``fallen`` are the places where a float64 reference fell
+    to a lower precision.
     """
 
     directory: Path
@@ -35,6 +36,7 @@ class Reference:
     problem: tuple[str, str] | None = None
     skip: str | None = None
     xfail: str | None = None
+    raised: Mapping[str, Any] | None = None
     fallen: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -72,6 +74,7 @@ def make_reference(
             _floors(pool, reference, start, labels)
     except StartError as error:
         reference.problem = ("not started", str(error))
+        reference.raised = error.raised
     return reference
 
 
@@ -133,6 +136,8 @@ def _what_failed(failures: list[dict[str, str]]) -> tuple[str, str]:
 def _account(pool: FleetPool, reference: Reference, drive: Drive) -> None:
     """Take over what one run of the reference said; the first problem is kept."""
     reference.seconds += drive.seconds
+    if pool.side is not None:
+        pool.side.look(trace.loaded for trace in drive.traces)
     ending = ending_of(drive)
     trace = drive.traces[0]
     if drive.killed or trace.exit_text is not None:
@@ -156,6 +161,7 @@ def _account(pool: FleetPool, reference: Reference, drive: Drive) -> None:
         outcome = ending.outcome if ending.outcome == "not started" else "reference failed"
         text = ending.headline if outcome == "not started" else failing_text(trace)
         reference.problem = (outcome, f"{what} did not end well ({ending.outcome})\n{text}")
+        reference.raised = raised_of(trace)
         return
     teardown = trace.reports.get("teardown")
     if teardown is not None and teardown["outcome"] == "failed":

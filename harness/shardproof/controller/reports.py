@@ -36,6 +36,8 @@ def reproduce_line(item: pytest.Item, settings: Settings, topology: str) -> str:
         words += ["--parity-seed", str(settings.seed)]
     if not settings.ledger:
         words += ["--parity-ledger", "off"]
+    if settings.against is not None:
+        words += ["--against", settings.against]
     if settings.timeout != DEFAULT_TIMEOUT:
         words += ["--parity-timeout", f"{settings.timeout:g}"]
     return shlex.join(words)
@@ -87,6 +89,8 @@ def _failing_phase(drive: Drive, ending: Ending) -> str | None:
     report = root.failed_body or root.skipped_body
     if report is not None:
         return str(report["when"])
+    if ending.outcome == "mismatched collectives" and root.done is not None:
+        return "call"  # found when all was over, most often of the body
     if root.phase in ("setup", "not started") and root.reports.get("setup") is None:
         return "setup"
     return "call" if root.phase != "teardown" or "call" not in root.reports else "teardown"

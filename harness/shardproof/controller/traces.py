@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardproof.against.raised import RAISED
+
 Phase = Literal["setup", "call", "teardown"]
 
 
@@ -23,6 +25,7 @@ class RankTrace:
     exit_text: str | None = None
     exited_at: float | None = None
     stack: str | None = None
+    loaded: Mapping[str, Any] | None = None
     stdout: str = ""
     stderr: str = ""
 
@@ -97,3 +100,10 @@ def skip_reason(report: Mapping[str, Any]) -> str:
     if isinstance(longrepr, list | tuple) and len(longrepr) == 3:
         return str(longrepr[2]).removeprefix("Skipped: ")
     return str(longrepr)
+
+
+def raised_of(trace: RankTrace) -> Mapping[str, Any] | None:
+    """What a rank's exception was, where a control asks ranks for it."""
+    report: Mapping[str, Any] = trace.failed_body or trace.done or {}
+    found: Mapping[str, Any] | None = report.get(RAISED)
+    return found

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest.outcomes import Failed, XFailed
 
+from shardproof.against.loaded import loaded
+from shardproof.against.raised import RAISED, describe
+from shardproof.against.redirect import keep_first
+from shardproof.against.subject import Subject
 from shardproof.rank.context import Rank
 from shardproof.rank.work import Run
 
@@ -64,6 +68,41 @@ class RankHooks:
         self.active: Active | None = None
         self.items: dict[str, pytest.Item] = {}
         self.collect_errors: list[str] = []
+        self.subject: Subject | None = None
+        self._uncollected: dict[str, BaseException] = {}
+
+    # A control against a revision -------------------------------------------------------------
+
+    def loaded(self) -> dict[str, Any]:
+        """What this rank imported of the subject, where a control watches one."""
+        return {} if self.subject is None else {"loaded": loaded(self.subject).data()}
+
+    def raised(self, error: BaseException) -> dict[str, Any]:
+        """What an exception was, where a control watches a subject."""
+        return {} if self.subject is None else {RAISED: describe(error, self.subject)}
+
+    def uncollected(self, nodeid: str) -> dict[str, Any]:
+        """What kept an item from being collected, where a control watches a subject."""
+        error = self._uncollected.get(nodeid.partition("::")[0])
+        return {} if error is None else self.raised(error)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self) -> None:
+        """Imports of the subject are answered before pytest's own import hook sees them."""
+        keep_first()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Keep what could not be imported, as it was raised."""
+        report = yield
+        excinfo = getattr(getattr(report, "call", None), "excinfo", None)
+        if report.failed and excinfo is not None and self.subject is not None:
+            self._uncollected[collector.nodeid] = excinfo.value
+        return report
+
+    # ------------------------------------------------------------------------------------------
 
     @pytest.fixture
     def tmp_path(self) -> Path:
@@ -101,6 +140,8 @@ class RankHooks:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """An xfail mark expects the failure of a topology, never of the reference."""
         report = yield
+        if call.excinfo is not None:
+            vars(report).update(self.raised(call.excinfo.value))
         active = self.active
         if active is None or active.run.role == "candidate":
             return report
@@ -145,7 +186,8 @@ class RankHooks:
         active = self.active
         if active is None:
             return (yield)
-        self._send({"type": "phase", "when": "call"})
+        # Also here, for a body that never ends: fixtures have imported what they use.
+        self._send({"type": "phase", "when": "call", **self.loaded()})
         with active.perturbing(on=True):
             result = yield
         text = self._judge(active)

@@ -16,6 +16,8 @@ import torch
 from _pytest.config import _prepareconfig
 from _pytest.outcomes import OutcomeException
 
+from shardproof.against.redirect import keep_first
+from shardproof.against.subject import from_data
 from shardproof.fleet import STOP, Channel, ChannelClosed
 from shardproof.ledger import kernels
 from shardproof.ledger.axes import AxisNames
@@ -75,13 +77,17 @@ class RankSession:
         self._hooks = RankHooks(channel.send, self._verdict)
         self._noise: NoiseMode | None = None
         self._resident = 0
+        subject = setup.get("subject")
+        if subject is not None:
+            self._hooks.subject = from_data(subject)
 
     def serve(self) -> None:
         """Make the session, then answer messages until the channel ends."""
         try:
             self._start()
-        except (Exception, SystemExit):  # noqa: BLE001 - whatever it was goes to the controller
-            self._channel.send({"type": "broken", "text": traceback.format_exc()})
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it was goes to the controller
+            text = traceback.format_exc()
+            self._channel.send({"type": "broken", "text": text, **self._hooks.raised(error)})
             return
         # A child that a case forks must not speak for the rank.
         os.register_at_fork(after_in_child=self._channel.close)
@@ -132,6 +138,7 @@ class RankSession:
         self._config = config
         self._session = pytest.Session.from_config(config)
         config.hook.pytest_sessionstart(session=self._session)
+        keep_first()
         config.args = list(setup["files"])
         config.hook.pytest_collection(session=self._session)
         self._axes = declare_axes(config.getini("shardproof_axes"))
@@ -163,7 +170,8 @@ class RankSession:
             return {
                 "missing": f"rank {self._rank} did not collect {run.nodeid}; ids must be the same "
                 f"in every process, so parametrize over ordered, reproducible values"
-                + (f"\n{collected}" if collected else "")
+                + (f"\n{collected}" if collected else ""),
+                **self._hooks.uncollected(run.nodeid),
             }
         state = ProcessState()
         try:
@@ -188,6 +196,7 @@ class RankSession:
             }
             if ledger is not None:
                 ended["ledger"] = ledger
+            ended.update(self._hooks.loaded())
             state.restore()
         if run.role == "noise" and self._noise is not None:
             falls = [*self._noise.fallen, *self._noise.lower]

@@ -16,7 +16,10 @@ Role = Literal["reference", "repeat", "noise", "candidate"]
 
 @dataclass(frozen=True)
 class SessionSetup:
-    """What a rank needs to make a pytest session like the controller's."""
+    """What a rank needs to make a pytest session like the controller's.
+
+    ``subject`` is what a control against a revision watches, see :mod:`shardproof.against`.
+    """
 
     args: list[str]
     directory: str
@@ -25,6 +28,7 @@ class SessionSetup:
     basetemp: str
     label: str
     workerinput: dict[str, Any]
+    subject: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

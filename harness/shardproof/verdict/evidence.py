@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from shardproof.topology import Topology
 
 from .diagnosis import fit_scale, row_hints, scale_hint
-from .records import Measured, Record
+from .records import Measured, Record, Stats
 from .results import Result, is_wrong
+
+_NEAR = {"float64": 1e-8, "complex128": 1e-8, "float32": 1e-4, "complex64": 1e-4}
+"""How far from one the sum of shares may be, by dtype; 1e-2 for others."""
 
 
 def place(rank: int, topology: Topology) -> str:
@@ -31,7 +35,8 @@ def of_numbers(
 ) -> dict[str, object]:
     """What a verdict's details say of wrong numbers."""
     stats = result.stats
-    hints = row_hints(stats.zero_rows, stats.moved_rows) + _wrong_and_right(held, entry, topology)
+    hints = row_hints(stats.zero_rows, stats.moved_rows)
+    hints += _parts_of_a_sum(held, entry, topology) + _wrong_and_right(held, entry, topology)
     found: dict[str, object] = {"hints": hints}
     if stats.sample is not None:
         found |= {
@@ -62,6 +67,39 @@ def _wrong_and_right(held: Mapping[int, Record], entry: Measured, topology: Topo
     if not (wrong and right):
         return []
     return [f"wrong on {places(wrong, topology)}; right on {places(right, topology)}"]
+
+
+def _parts_of_a_sum(held: Mapping[int, Record], entry: Measured, topology: Topology) -> list[str]:
+    """Whether what ranks hold along an axis adds up to the reference, though no rank is right.
+
+    Judged by the projections on the reference, which every rank has measured: of values that have
+    nothing to do with one another they don't add up to one. Equal ones are left to α.
+    """
+    stats = {rank: record.stats for rank, record in held.items() if record.stats is not None}
+    found = []
+    for axis in topology.axes:
+        lines = {tuple(topology.peers(rank, axis.name)) for rank in stats}
+        if topology.sizes[axis.name] == 1 or not lines:
+            continue
+        if all(_adds_up([stats.get(rank) for rank in line], entry) for line in lines):
+            found.append(
+                f"the ranks along {axis.name} hold parts of a sum that together are what is "
+                f"expected: the all-reduce over {axis.name} is missing (or say "
+                f"partial=({axis.name!r},))"
+            )
+    return found
+
+
+def _adds_up(line: Sequence[Stats | None], entry: Measured) -> bool:
+    shares = [
+        one.dot / one.reference_sq
+        for one in line
+        if one is not None and one.reference_sq > 0 and is_wrong(one, entry)
+    ]
+    if len(shares) < len(line) or not all(map(math.isfinite, shares)):
+        return False
+    near = _NEAR.get(entry.dtype, 1e-2)
+    return max(shares) - min(shares) > near and abs(sum(shares) - 1) < near
 
 
 def of_shapes(held: Mapping[int, Record], full: Sequence[int], topology: Topology) -> list[str]:

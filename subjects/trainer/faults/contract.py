@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from subjects.protocol import ReduceOp, Value
-from subjects.trainer import agreement, batches, collectives, losses, reductions
+from subjects.trainer import agreement, batches, collectives, facts, gradients, losses, reductions
 from subjects.trainer.agreement import Circle, DisagreementError, Fact
 from subjects.trainer.faults.fault import Fault
 from subjects.trainer.losses import Watch
@@ -29,10 +29,11 @@ _agree = agreement.agree
 _refused_text = agreement.refused_text
 _nested_facts = batches.nested_facts
 _watch = losses.watch
+_reduce_once = gradients.reduce_once
 _differences = losses.differences
 _dp_reduce = reductions.dp_reduce
 _reduce_weight = reductions.reduce_weight
-_reduce_probe = reductions.reduce_probe
+_reduce_custom = reductions.reduce_custom
 
 
 def _own_words(call: str, facts: Callable[[], Mapping[str, Fact]], circle: Circle) -> None:
@@ -62,6 +63,25 @@ def _always_same(rows: Tensor) -> bool:
 def _no_facts(value: object, op: object) -> dict[str, Fact]:
     del value, op
     return {}
+
+
+def _nothing_told(told: object) -> dict[str, Fact]:
+    del told
+    return {}
+
+
+def _own_left_out(gradients: Mapping[str, Tensor | None], everyone: Circle) -> None:
+    del gradients, everyone
+
+
+def _own_compared_anyway(
+    trainer: TrainerRank, reduced: gradients.Stamps | None
+) -> gradients.Stamps:
+    trainer.check_losses, kept = True, trainer.check_losses
+    try:
+        return _reduce_once(trainer, reduced)
+    finally:
+        trainer.check_losses = kept
 
 
 def _not_compared(gradients: Sequence[Tensor | None], watched: Watch) -> None:
@@ -149,7 +169,7 @@ def _unchecked(trainer: TrainerRank, request: ForwardInput) -> None:
 
 
 def _probe_averaged_over_dp(gradient: Tensor, groups: Groups) -> Tensor:
-    return _reduce_probe(gradient, groups) / groups.dp.size()
+    return _reduce_custom(gradient, groups) / groups.dp.size()
 
 
 def _probe_of_this_rank(gradient: Tensor, groups: Groups) -> Tensor:
@@ -219,6 +239,30 @@ FAULTS: dict[str, Fault] = {
         case=_ONE_RANK,
         shows="raised: DID NOT RAISE",
     ),
+    "options of ranks are not compared": Fault(
+        module=facts,
+        name="option_facts",
+        function=_nothing_told,
+        axis="cp",
+        case=_ONE_RANK,
+        shows="raised: DID NOT RAISE",
+    ),
+    "plans of ranks are not compared": Fault(
+        module=facts,
+        name="plan_facts",
+        function=_nothing_told,
+        axis="cp",
+        case=_ONE_RANK,
+        shows="raised: DID NOT RAISE",
+    ),
+    "what ranks train is not compared": Fault(
+        module=facts,
+        name="training_facts",
+        function=_nothing_told,
+        axis="cp",
+        case=_ONE_RANK,
+        shows="raised: DID NOT RAISE",
+    ),
     "kinds of values are not compared": Fault(
         module=reductions,
         name="value_facts",
@@ -242,6 +286,22 @@ FAULTS: dict[str, Fault] = {
         axis="cp",
         case=_LOSSES,
         shows="raised: the losses differ",
+    ),
+    "gradients of a caller's parameter are not compared": Fault(
+        module=losses,
+        name="compare_own",
+        function=_own_left_out,
+        axis="cp",
+        case=_LOSSES,
+        shows="raised: DID NOT RAISE",
+    ),
+    "gradients of a caller's parameter compared although left out": Fault(
+        module=gradients,
+        name="reduce_once",
+        function=_own_compared_anyway,
+        axis="cp",
+        case=_LOSSES,
+        shows="raised: the gradients of the caller's own parameters differ",
     ),
     "a missing gradient counts as one of zeros": Fault(
         module=losses,
@@ -309,7 +369,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "custom gradients averaged over dp": Fault(
         module=reductions,
-        name="reduce_probe",
+        name="reduce_custom",
         function=_probe_averaged_over_dp,
         axis="dp",
         case=_RULES,
@@ -317,7 +377,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "custom gradients not averaged": Fault(
         module=reductions,
-        name="reduce_probe",
+        name="reduce_custom",
         function=_probe_of_this_rank,
         axis="tp",
         case=_RULES,

@@ -15,11 +15,14 @@ from subjects.trainer.custom import CustomParts, Member
 from subjects.trainer.faults.fault import Fault
 from subjects.trainer.ownership import Owner
 from subjects.trainer.reductions import Groups
+from subjects.trainer.slots import Slots
 
-_reduce_probe = reductions.reduce_probe
+_reduce_custom = reductions.reduce_custom
 _facts_of = structure.facts_of
 _module = CustomParts.module
 _buffer = CustomParts.buffer
+_retire = CustomParts.retire
+_part_with = Slots._part_with
 
 
 def _own_values(value: Tensor, groups: Groups) -> Tensor:  # noqa: ARG001
@@ -59,16 +62,16 @@ def _trained_buffer(
 
 
 def _summed_over_tp(gradient: Tensor, groups: Groups) -> Tensor:
-    return _reduce_probe(gradient, groups) * groups.tp.size()
+    return _reduce_custom(gradient, groups) * groups.tp.size()
 
 
 def _left_over_dp(gradient: Tensor, groups: Groups) -> Tensor:
-    return _reduce_probe(gradient, Groups(groups.tp, groups.cp, groups.tp)) / groups.tp.size()
+    return _reduce_custom(gradient, Groups(groups.tp, groups.cp, groups.tp)) / groups.tp.size()
 
 
 def _kept_where_used(gradient: Tensor, groups: Groups) -> Tensor:
     """A rank that has only zeros to add doesn't get what the others have."""
-    whole = _reduce_probe(gradient.clone(), groups)
+    whole = _reduce_custom(gradient.clone(), groups)
     return whole if gradient.any() else gradient
 
 
@@ -92,6 +95,29 @@ def _never_stale(self: Owner) -> None:
 
 def _kept(self: CustomParts, slot: str, why: str) -> None:
     del self, slot, why
+
+
+def _all_retired(self: CustomParts, slot: str, why: str) -> None:
+    for owner in {slot, *(key[0] for key in self._parts if key[0] is not None)}:
+        _retire(self, owner, why)
+
+
+def _parted_with_nothing(self: Slots, name: str, what: str) -> None:
+    if what != "replaced":
+        _part_with(self, name, what)
+
+
+def _no_changes(self: Slots, name: str | None) -> Callable[[], str]:
+    del self, name
+    return lambda: ""
+
+
+def _any_gradient(self: Owner, gradient: Tensor) -> None:
+    del self, gradient
+
+
+def _not_looked_at(self: CustomParts) -> None:
+    del self
 
 
 def _shapes_alone(kind: str, made: object, borrowed: Collection[Tensor]) -> dict[str, Fact]:
@@ -150,7 +176,7 @@ FAULTS: dict[str, Fault] = {
     "head gradient summed over tp": _fault(
         _summed_over_tp,
         reductions,
-        "reduce_probe",
+        "reduce_custom",
         axis="tp",
         case="test_custom.test_head_across_documents",
         shows="grad.head.*",
@@ -159,7 +185,7 @@ FAULTS: dict[str, Fault] = {
     "head gradient left on each data-parallel rank": _fault(
         _left_over_dp,
         reductions,
-        "reduce_probe",
+        "reduce_custom",
         axis="dp",
         case="test_custom.test_head_used_twice",
         shows="grad.head.*",
@@ -168,7 +194,7 @@ FAULTS: dict[str, Fault] = {
     "a head's gradient stays where it was used": _fault(
         _kept_where_used,
         reductions,
-        "reduce_probe",
+        "reduce_custom",
         axis="dp",
         case="test_custom.test_head_of_some_batches",
         shows="grad.[ab].*",
@@ -212,6 +238,46 @@ FAULTS: dict[str, Fault] = {
         axis="any",
         case="test_custom.test_head_of_a_replaced_slot_is_stale",
         shows="raised: is taken",
+    ),
+    "a slot takes every slot's heads with it": _fault(
+        _all_retired,
+        CustomParts,
+        "retire",
+        axis="any",
+        case="test_custom.test_head_of_a_replaced_slot_is_stale",
+        shows="raised: was used after",
+    ),
+    "a slot that is loaded anew keeps the old one's heads": _fault(
+        _parted_with_nothing,
+        Slots,
+        "_part_with",
+        axis="any",
+        case="test_custom.test_head_of_a_replaced_slot_is_stale",
+        shows="raised: is taken",
+    ),
+    "a backward goes to a slot that is gone": _fault(
+        _no_changes,
+        Slots,
+        "changes",
+        axis="any",
+        case="test_custom.test_head_of_a_replaced_slot_is_stale",
+        shows="raised: DID NOT RAISE",
+    ),
+    "a head that is gone takes gradients": _fault(
+        _any_gradient,
+        Owner,
+        "check_gradient",
+        axis="any",
+        case="test_custom.test_head_of_a_replaced_slot_is_stale",
+        shows="raised: DID NOT RAISE",
+    ),
+    "an exchanged parameter is trained by nobody": _fault(
+        _not_looked_at,
+        CustomParts,
+        "check_modules",
+        axis="any",
+        case="test_custom.test_ranks_that_make_different_heads_are_refused",
+        shows="raised: DID NOT RAISE",
     ),
     "ranks compare the shapes of heads alone": _fault(
         _shapes_alone,

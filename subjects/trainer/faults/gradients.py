@@ -51,6 +51,14 @@ def _not_added(gradient: Tensor, rows: Tensor, columns: Tensor, values: Tensor) 
     del gradient, rows, columns, values
 
 
+def _last_of_equals(gradient: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Of values for one element the last is added alone."""
+    mine = columns >= 0
+    at = (rows[:, None] * gradient.shape[1] + columns)[mine]
+    flat = gradient.view(-1)
+    flat[at] = flat[at] + values[mine]
+
+
 def _forgetful(trainer: TrainerRank, request: ForwardInput) -> ForwardOutput:
     _zero_gradients(trainer)
     return _forward(trainer, request)
@@ -121,6 +129,25 @@ FAULTS: dict[str, Fault] = {
         case="test_gradients.test_top_k_value_gradients",
         shows="grad.lm_head.weight",
         catalogue=(19, 92),
+    ),
+    "gradients of equal documents written over one another": Fault(
+        module=logprobs,
+        name="add_at",
+        function=_last_of_equals,
+        axis="any",
+        case="test_gradients.test_equal_documents_with_equal_targets",
+        shows="grad.lm_head.weight",
+        params={"sharing": "full"},
+        topology=("cp2", "tp2xcp2"),
+    ),
+    "gradients of equal targets written over one another": Fault(
+        module=logprobs,
+        name="add_at",
+        function=_last_of_equals,
+        axis="any",
+        case="test_gradients.test_a_token_asked_for_twice",
+        shows="grad.lm_head.weight",
+        topology=("cp2", "tp2xcp2"),
     ),
     "a forward forgets earlier gradients": Fault(
         module=TrainerRank,

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from subjects.protocol import Placement
 from subjects.trainer import agreement, collectives, optimizer
+from subjects.trainer.agreement import Fact
 from subjects.trainer.faults.fault import Fault
 from subjects.trainer.optimizer import Named, Optimizer, Steppable
 from subjects.trainer.reductions import Groups
@@ -22,6 +23,7 @@ _step = Optimizer.step
 _follow = Optimizer._follow
 _ready = optimizer.ready
 _clipped = optimizer.clipped
+_load_state_dict = Optimizer.load_state_dict
 
 
 def _summed_over_tp(square: Tensor, groups: Groups) -> Tensor:
@@ -159,6 +161,30 @@ def _first_alone(self: Optimizer, slots: Mapping[str, Sequence[Named]]) -> None:
 
 def _state_lost(self: Optimizer, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     del self, state
+
+
+def _state_added(self: Optimizer, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    before = dict(self._torch.state)
+    _load_state_dict(self, state)
+    for parameter, moments in before.items():
+        self._torch.state.setdefault(parameter, moments)
+
+
+def _callers_own(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(moments)
+
+
+def _no_copy(self: Optimizer) -> dict[str, dict[str, Any]]:
+    return {
+        name: dict(self._state(parameter))
+        for name, parameter, _ in self._trainer.named_parameters()
+        if self._state(parameter)
+    }
+
+
+def _no_values(value: Tensor) -> Fact:
+    del value
+    return Fact(b"", "")
 
 
 def _one_group(
@@ -305,6 +331,37 @@ FAULTS: dict[str, Fault] = {
         axis="any",
         case="test_optimizer.test_state_is_taken_up",
         shows="step1.moment.*",
+    ),
+    "a loaded state is added to the one before": _fault(
+        _state_added,
+        "load_state_dict",
+        of=Optimizer,
+        axis="any",
+        case="test_optimizer.test_state_is_taken_up",
+        shows="step2.moment.probe.*",
+    ),
+    "a loaded state stays the caller's": _fault(
+        _callers_own,
+        "taken_up",
+        axis="any",
+        case="test_optimizer.test_state_is_taken_up",
+        shows="step2.moment.one/*",
+    ),
+    "a state that was given changes with the optimizer": _fault(
+        _no_copy,
+        "state_dict",
+        of=Optimizer,
+        axis="any",
+        case="test_optimizer.test_state_is_taken_up",
+        shows="step1.moment.*",
+    ),
+    "ranks take up other states each": _fault(
+        _no_values,
+        "of_values",
+        of=agreement,
+        axis="any",
+        case="test_optimizer.test_sgd_with_momentum",
+        shows="raised: DID NOT RAISE",
     ),
     "what is registered later is not stepped": _fault(
         _first_alone,

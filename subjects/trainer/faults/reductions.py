@@ -14,12 +14,12 @@ from subjects.trainer.reductions import Groups
 
 _reduce_weight = reductions.reduce_weight
 _sum_over_tp = reductions.sum_over_tp
-_reduce_probe = reductions.reduce_probe
+_reduce_custom = reductions.reduce_custom
 _dp_reduce = reductions.dp_reduce
 
 
 def _probe_summed(gradient: Tensor, groups: Groups) -> Tensor:
-    return _reduce_probe(gradient, groups) * groups.cp.size()
+    return _reduce_custom(gradient, groups) * groups.cp.size()
 
 
 def _reduced_over_cp(value: Value, op: ReduceOp, groups: Groups, *, device: torch.device) -> Value:
@@ -93,7 +93,7 @@ def _always_sum(value: Value, op: ReduceOp, groups: Groups, *, device: torch.dev
 FAULTS: dict[str, Fault] = {
     "probe gradient summed over cp": Fault(
         module=reductions,
-        name="reduce_probe",
+        name="reduce_custom",
         function=_probe_summed,
         axis="cp",
         case="test_gradients.test_probe_gradient",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from subjects.trainer import collectives, lora, slots, weights
+from subjects.trainer import adapters, agreement, collectives, lora, slots, weights
 from subjects.trainer.adapters import AdapterConfig, AdapterFile
+from subjects.trainer.agreement import Fact
 from subjects.trainer.faults.fault import Fault
 from subjects.trainer.lora import Factor
 from subjects.trainer.rank import TrainerRank
@@ -30,6 +32,7 @@ _gather_low = lora.gather_low
 _project_down = lora.project_down
 _interleave_qkv = lora.interleave_qkv
 _slice_of = lora.slice_of
+_write = adapters.write
 
 
 def _never_summed(_: Factor) -> bool:
@@ -194,6 +197,19 @@ def _model_zeroed(self: TrainerRank) -> None:
     for parameter in self.model.parameters():
         parameter.grad = None
     self._reduced = None
+
+
+def _retires_nothing(self: Slots, name: str, what: str) -> None:
+    del self, name, what
+
+
+def _no_values(value: Tensor) -> Fact:
+    del value
+    return Fact(b"", "")
+
+
+def _whole_alpha(directory: Path, config: AdapterConfig, *rest: Any, **options: Any) -> None:
+    _write(directory, replace(config, alpha=float(int(config.alpha))), *rest, **options)
 
 
 def _fault(module: Any, name: str, function: Any, case: str, shows: str, **given: Any) -> Fault:
@@ -398,6 +414,23 @@ FAULTS: dict[str, Fault] = {
     ),
     "a snapshot changes with its slot": _fault(
         slots, "copied", _same_memory, "test_load_change_and_restore", "restored.wide/*"
+    ),
+    "a restored slot keeps what it owned": _fault(
+        Slots,
+        "_retire",
+        _retires_nothing,
+        "test_load_change_and_restore",
+        "raised: DID NOT RAISE",
+    ),
+    "ranks restore other values each": _fault(
+        agreement,
+        "of_values",
+        _no_values,
+        "test_load_change_and_restore",
+        "raised: DID NOT RAISE",
+    ),
+    "alpha is saved as a whole number": _fault(
+        adapters, "write", _whole_alpha, "test_saved_files", "narrow.config*"
     ),
     "a replaced slot keeps its weights": _fault(
         Slots, "_put", _kept, "test_load_change_and_restore", "replaced.*.narrow"
