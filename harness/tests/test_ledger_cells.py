@@ -81,7 +81,7 @@ WORDS = {
 
 def test_each_mismatch_is_named_before_the_limit(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(CASES.replace("WHATS", repr(list(WORDS))))
-    result = pytester.runpytest("--parity-timeout", "100")
+    result = pytester.runpytest("--parity-timeout", "1000")
     assert result.ret == 1
     cells = {cell["case"].partition("[")[2][:-1]: cell for cell in read_run(pytester)[1]}
     assert cells.keys() == WORDS.keys()
@@ -89,7 +89,7 @@ def test_each_mismatch_is_named_before_the_limit(pytester: pytest.Pytester) -> N
         cell = cells[what]
         assert cell["outcome"] == "mismatched collectives", what
         assert words in cell["message"], what
-        assert cell["seconds"] < 90, what
+        assert cell["seconds"] < 900, what  # ended by what the ledgers show, not by the limit
         assert cell["collectives"], what
         assert cell["root"] == (0 if what in ("receive", "send") else 1), what
     assert "in backward" in cells["backward"]["message"]

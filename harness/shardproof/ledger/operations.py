@@ -7,8 +7,9 @@ arguments by position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal
 
 Matched = Literal["inputs", "outputs", "dtype", "nothing"]
@@ -41,6 +42,11 @@ class Operation:
     def is_message(self) -> bool:
         """Whether it is between two ranks rather than all of the group."""
         return self.tag is not None
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Positions of the root, the peer and the tag, as far as it has these."""
+        return tuple(at for at in (self.root, self.peer, self.tag) if at is not None)
 
 
 # Ranks of one group may legally hand in tensors of different sizes where the lists of sizes that
@@ -180,10 +186,13 @@ def argument(args: Sequence[Any], position: int | None, default: Any = None) -> 
     return args[position]
 
 
-def flat(value: Any, is_tensor: Callable[[Any], bool]) -> list[Any]:
+def tensors(args: Sequence[Any], position: int | None) -> list[Any]:
     """The tensors of an argument: one, a list, or a list of lists."""
-    if value is None:
+    if position is None or position >= len(args):
         return []
-    if is_tensor(value):
-        return [value]
-    return [tensor for entry in value for tensor in flat(entry, is_tensor)]
+    value = args[position]
+    if type(value) is not list:
+        return [] if value is None else [value]
+    if value and type(value[0]) is list:
+        return [tensor for entry in value for tensor in entry]
+    return value

@@ -18,7 +18,9 @@ class Sites:
 
     def __init__(self) -> None:
         self._inner = _inner_folders()
-        self._is_inner: dict[CodeType, bool] = {}
+        # By identity: the hash of a code object is made of all its instructions, each time. What
+        # is remembered keeps its code, so that no other takes its place.
+        self._is_inner: dict[int, tuple[bool, CodeType]] = {}
         self._texts: dict[tuple[CodeType, int], str] = {}
 
     def find(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
@@ -29,10 +31,8 @@ class Sites:
         inner = self._is_inner
         while frame is not None:
             code = frame.f_code
-            skipped = inner.get(code)
-            if skipped is None:
-                skipped = self._learn(code)
-            if not skipped:
+            known = inner.get(id(code)) or self._learn(code)
+            if not known[0]:
                 return code, frame.f_lineno
             frame = frame.f_back
         return None
@@ -52,14 +52,14 @@ class Sites:
             self._texts[site] = found
         return found
 
-    def _learn(self, code: CodeType) -> bool:
+    def _learn(self, code: CodeType) -> tuple[bool, CodeType]:
         if len(self._is_inner) >= _REMEMBERED:
             self._is_inner.clear()
         path = code.co_filename
         # <frozen importlib>, <string>, <eval_with_key>: code that somebody generated.
         inner = path.startswith(("<", *self._inner)) or "torchinductor_" in path
-        self._is_inner[code] = inner
-        return inner
+        known = self._is_inner[id(code)] = (inner, code)
+        return known
 
 
 def _inner_folders() -> tuple[str, ...]:

@@ -1,0 +1,106 @@
+"""What a rank writes down, read back from its file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.ledger import page
+
+HARNESS = Path(__file__).resolve().parents[1]
+# A process of its own: the ledger stays installed, and so does the group.
+PROGRAM = """
+import gc, json, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from shardproof.ledger import kernels
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(2, dtype=torch.float64)
+kernels.begin(Path(sys.argv[1]), 0, str)
+BODY
+print(json.dumps(kernels.end()[0]))
+"""
+
+
+def recorded(folder: Path, body: str) -> tuple[page.Ledger, dict[str, Any]]:
+    """The file and the report of a rank alone that ran ``body``."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM.replace("BODY", body))
+    done = subprocess.run(
+        [sys.executable, str(program), str(folder)],
+        cwd=HARNESS,
+        env={"PYTHONPATH": str(HARNESS), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return page.read_page(folder, 0), json.loads(done.stdout)
+
+
+def test_code_that_comes_and_goes_keeps_its_own_places(tmp_path: Path) -> None:
+    """Places are remembered by identity: new code must never be taken for code that is gone."""
+    body = """
+for n in range(60):
+    scope = {"dist": dist, "x": x}
+    exec(compile(f"def made_{n}():\\n    dist.all_reduce(x)\\n", f"/made/{n}.py", "exec"), scope)
+    scope.pop(f"made_{n}")()
+    scope.clear()
+    gc.collect()
+"""
+    ledger, _ = recorded(tmp_path, body)
+    sites = [entry.call["site"] for entry in ledger.entries]
+    assert sites == [f"/made/{n}.py:2 in made_{n}" for n in range(60)]
+
+
+def test_the_ring_holds_the_newest_and_the_totals_hold_all(tmp_path: Path) -> None:
+    body = """
+for n in range(1100):
+    dist.all_reduce(x)
+"""
+    ledger, report = recorded(tmp_path, body)
+    assert (ledger.recorded, len(ledger.entries), ledger.whole) == (1100, page.SLOTS, False)
+    assert [entry.number for entry in ledger.entries] == list(range(1100 - page.SLOTS + 1, 1101))
+    assert [entry.sequence for entry in ledger.entries][-1] == 1100
+    assert all(entry.state is page.State.ENDED for entry in ledger.entries)
+    assert list(ledger.counts.values()) == [1100]
+    assert report["totals"] == [["(0,)", "all_reduce", 1100, 1100 * 16, 0]]
+
+
+def test_a_call_that_raised_is_taken_out_of_the_order(tmp_path: Path) -> None:
+    body = """
+dist.all_reduce(x)
+try:
+    dist.all_reduce(x.to(torch.complex64), dist.ReduceOp.BAND)
+except RuntimeError:
+    pass
+dist.barrier()
+"""
+    ledger, _ = recorded(tmp_path, body)
+    ends = [(e.operation, e.sequence) for e in ledger.entries if e.state is page.State.ENDED]
+    assert ends[-1][0] == "barrier"
+    refused = [e for e in ledger.entries if e.state is page.State.REFUSED]
+    assert ends[-1][1] == len(ledger.entries) - len(refused)
+
+
+@pytest.mark.parametrize("state", [page.State.CALLED, page.State.WAITING])
+def test_a_slot_that_is_being_written_reads_as_empty(tmp_path: Path, state: page.State) -> None:
+    """A reader may come at any time: without its number a slot is none, whatever else it holds."""
+    data = bytearray(page.FILE_SIZE)
+    page.HEADER.pack_into(data, 0, page.MAGIC, page.SLOTS, page.SLOT_SIZE, page.GROUPS, 0, 2, 2)
+    text = page.encode_call({"group": "g@0", "axis": "cp", "operation": "barrier", "match": 1})
+    for slot, number in enumerate((1, 0)):
+        at = page.SLOTS_AT + slot * page.SLOT_SIZE
+        page.SLOT.pack_into(data, at, number, slot + 1, 1.0, 0.0, 7, len(text), state, 0)
+        data[at + page.SLOT.size : at + page.SLOT.size + len(text)] = text
+    page.page_file(tmp_path, 0).write_bytes(data)
+    ledger = page.read_page(tmp_path, 0)
+    assert [entry.number for entry in ledger.entries] == [1]
+    assert not ledger.whole
