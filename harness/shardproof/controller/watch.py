@@ -29,6 +29,8 @@ class Watch:
         self._size = size
         self._seen: list[int] = []
         self._still = 0
+        self._ledgers: list[Ledger] = []
+        self._asked_with: set[int] | None = None
 
     def look(
         self, over: Collection[int], stacks: Callable[[], Mapping[int, str]]
@@ -37,24 +39,28 @@ class Watch:
 
         Args:
             over: ranks whose part has ended.
-            stacks: asks the ranks for their stacks; called at most once a standstill.
+            stacks: asks the ranks for their stacks; called once a standstill, and again where
+                a rank's part ended since.
         """
         seen = [changes(page_file(self._directory, rank)) for rank in range(self._size)]
         if seen != self._seen:
-            self._seen, self._still = seen, 0
+            self._seen, self._still, self._asked_with = seen, 0, None
             return None
         self._still += 1
         if not any(seen):
             return None
-        ledgers = read_all(self._directory, self._size)
-        conflict = first_conflict(ledgers)
-        if conflict is not None:
-            return conflict
+        if self._still == 1:
+            # What is read now holds until the next change.
+            self._ledgers = read_all(self._directory, self._size)
+            return first_conflict(self._ledgers)
         if self._still < _LOOKS:
             return None
+        ledgers = self._ledgers
         found = find_deadlock(ledgers, over)
-        if found is None and self._still == _LOOKS and any(map(_has_issued, ledgers)):
+        ended = set(over)
+        if found is None and self._asked_with != ended and any(map(_has_issued, ledgers)):
             # A rank may wait in C++, where the ledger does not see it.
+            self._asked_with = ended
             inside = _inside_torch(stacks())
             if all(ledger.rank in inside or ledger.rank in over for ledger in ledgers):
                 found = find_deadlock(ledgers, over, inside=inside)

@@ -13,7 +13,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 HEADER: Final = struct.Struct("<8sIIIIQQ")
@@ -165,10 +167,17 @@ def _entry(data: bytes, at: int) -> Entry | None:
     if number == 0:
         return None
     try:
-        call = json.loads(data[at + SLOT.size : at + SLOT.size + length])
+        call = _decode_call(data[at + SLOT.size : at + SLOT.size + length])
         return Entry(number, sequence, started, ended or None, chain, State(state), call)
     except ValueError:  # torn: the rank is writing it
         return None
+
+
+@lru_cache(maxsize=SLOTS)
+def _decode_call(text: bytes) -> Mapping[str, Any]:
+    """The call in a slot; most calls are made again and again, and nobody changes one."""
+    call: dict[str, Any] = json.loads(text)
+    return MappingProxyType(call)
 
 
 def encode_call(call: dict[str, Any]) -> bytes:
