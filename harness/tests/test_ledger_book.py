@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardproof.ledger import page
+from shardproof.ledger.calls import Line, encoded
+from shardproof.ledger.sites import Sites
 
 HARNESS = Path(__file__).resolve().parents[1]
+MADE = "def made():\n    return sys._getframe()\n"
 # A process of its own: the ledger stays installed, and so does the group.
 PROGRAM = """
-import gc, json, sys
+import json, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -45,19 +50,38 @@ def recorded(folder: Path, body: str) -> tuple[page.Ledger, dict[str, Any]]:
     return page.read_page(folder, 0), json.loads(done.stdout)
 
 
-def test_code_that_comes_and_goes_keeps_its_own_places(tmp_path: Path) -> None:
-    """Places are remembered by identity: new code must never be taken for code that is gone."""
-    body = """
-for n in range(60):
-    scope = {"dist": dist, "x": x}
-    exec(compile(f"def made_{n}():\\n    dist.all_reduce(x)\\n", f"/made/{n}.py", "exec"), scope)
-    scope.pop(f"made_{n}")()
+def test_code_that_is_remembered_by_identity_is_kept() -> None:
+    """Else new code could take its place in memory, and its name in the ledger."""
+    sites = Sites()
+    scope: dict[str, Any] = {"sys": sys}
+    exec(compile(MADE, "made.py", "exec"), scope)  # noqa: S102 - code that can go
+    found = sites.find(scope["made"]())
+    assert found is not None
+    code = weakref.ref(found[0])
+    call: dict[str, Any] = {"match": 1, "bytes": 0}
+    remembered = encoded(call, line=Line(), total=[0, 0, 0], site=found)
+    scope.clear()
+    del found
+    gc.collect()
+    del sites
+    assert code() is not None  # a call that is remembered keeps it
+    del remembered
+    gc.collect()
+    assert code() is None
+
+
+def test_what_sites_remember_is_kept() -> None:
+    sites = Sites()
+    scope: dict[str, Any] = {"sys": sys}
+    exec(compile(MADE, "made.py", "exec"), scope)  # noqa: S102 - code that can go
+    code = weakref.ref(scope["made"].__code__)
+    sites.find(scope["made"]())
     scope.clear()
     gc.collect()
-"""
-    ledger, _ = recorded(tmp_path, body)
-    sites = [entry.call["site"] for entry in ledger.entries]
-    assert sites == [f"/made/{n}.py:2 in made_{n}" for n in range(60)]
+    assert code() is not None
+    del sites
+    gc.collect()
+    assert code() is None
 
 
 def test_the_ring_holds_the_newest_and_the_totals_hold_all(tmp_path: Path) -> None:
