@@ -427,7 +427,8 @@ def _late_teardown(item: pytest.Item, errors: list[str]) -> pytest.TestReport:
 
 def _public(verdict: dict[str, Any]) -> dict[str, Any]:
     """The fields of a verdict that run.jsonl documents."""
-    keys = ("name", "kind", "numel", "ratio", "row_ratio", "gate", "floor", "norm", "outcome")
+    keys = ("name", "kind", "numel", "ratio", "row_ratio", "gate", "row_gate", "floor", "norm")
+    keys = (*keys, "outcome")
     return {key: verdict.get(key) for key in keys}
 
 
