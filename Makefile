@@ -34,6 +34,9 @@ PARTS := $(addprefix cases/test_,combinations.py custom.py heads.py micro_batche
 CASES_core := cases $(addprefix --ignore=,$(PARTS))
 CASES_parts := $(PARTS)
 CASES_all := cases
+# `make test PART=controls CONTROLS=sample:SEED`: some faults of every family, others for each seed.
+CONTROLS ?= all
+export CONTROLS
 # `make properties EXAMPLES=...`: how many random forwards.
 EXAMPLES ?= 1000
 PROGRAMS := ci/benchmark ci/diagnostics ci/lock ci/setup ci/wheel
