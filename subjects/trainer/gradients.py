@@ -23,8 +23,8 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
     """Reduce every gradient over the ranks, in place, unless that was done; a collective.
 
     ``reduced`` are the stamps of an earlier reduction, None where there was none since gradients
-    were zeroed. Returns those of this one. All ranks agree first on whether they were reduced and
-    on what is trained.
+    were zeroed. Returns those of this one. All ranks agree first on whether they were reduced, on
+    what is trained, and that modules hold what was registered.
 
     Raises:
         ValueError: on every rank: a backward has added to gradients that were reduced, on any; or a
@@ -42,6 +42,7 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
                 "a backward has added to gradients that were reduced over the ranks already; "
                 "call zero_gradients() between reading gradients and the next backward"
             )
+        trainer.custom.check_modules()
         state = "not reduced yet" if reduced is None else "reduced"
         return {
             **facts.training_facts(trained(trainer)),
@@ -51,7 +52,6 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
     agreement.agree("reading or reducing gradients", known, trainer.world)
     if reduced is not None:
         return reduced
-    trainer.custom.check_modules()
     if trainer.check_losses:
         losses.compare_own(
             {name: one.grad for name, one in trainer.custom.named_parameters()}, trainer.world

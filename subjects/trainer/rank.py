@@ -439,7 +439,8 @@ class TrainerRank:
         """Reduce all gradients over the ranks, in place and once; a collective of all ranks.
 
         Raises:
-            ValueError: a backward has added to gradients that were reduced.
+            ValueError: on every rank: a backward has added to gradients that were reduced, or a
+                module of the caller's holds other parameters than those registered.
         """
         self._reduced = gradients.reduce_once(self, self._reduced)
 
@@ -452,10 +453,6 @@ class TrainerRank:
         """
         self.reduce_gradients()
         yield from gradients.by_name(self)
-
-    def check_parts(self) -> None:
-        """Refuse to step what the caller has exchanged; see ``CustomParts.check_modules``."""
-        self.custom.check_modules()
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
