@@ -68,10 +68,12 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
 
 
 def trained(trainer: TrainerRank) -> dict[str, bool]:
-    """Whether each parameter is trained, by the names of its gradients."""
-    model = trainer.model.named_parameters()
+    """Whether each parameter is trained, by the names of its gradients.
+
+    Asked anew each time, since a caller may set ``requires_grad`` by hand.
+    """
     return {
-        **{", ".join(trainer.layouts[name].names): one.requires_grad for name, one in model},
+        **{name: one.requires_grad for name, one in trainer.weights.items()},
         **{name: one.requires_grad for name, one, _ in trainer.named_parameters()},
     }
 

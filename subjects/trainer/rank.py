@@ -80,6 +80,10 @@ class TrainerRank:
         tp_rank, tp = self.groups.tp.rank(), self.groups.tp.size()
         self.layouts = dict(weights.layouts(architecture, tp_rank=tp_rank, tp=tp))
         start, stop = weights.bounds(architecture.vocabulary, (tp_rank, tp))
+        # The model keeps its parameters: walking its modules in each forward would find the same.
+        self.weights = {
+            ", ".join(self.layouts[name].names): one for name, one in model.named_parameters()
+        }
         self.part = VocabularySlice(
             start=start, columns=stop - start, size=architecture.vocabulary, group=self.groups.tp
         )
