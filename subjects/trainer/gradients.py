@@ -1,4 +1,4 @@
-"""Gradients of all that is trained: reduced once, by their names in the checkpoint."""
+"""Gradients: what is trained, reduced once, by their names in the checkpoint."""
 
 from __future__ import annotations
 
@@ -76,6 +76,20 @@ def trained(trainer: TrainerRank) -> dict[str, bool]:
         **{name: one.requires_grad for name, one in trainer.weights.items()},
         **{name: one.requires_grad for name, one, _ in trainer.named_parameters()},
     }
+
+
+def freeze(trainer: TrainerRank, part: str) -> None:
+    """Take no gradients of a part of the model; see ``TrainerRank.freeze``."""
+
+    def given() -> dict[str, Fact]:
+        if part not in ("decoder", "head", "base"):
+            raise ValueError(f"freeze: got {part!r}; expected 'decoder', 'head' or 'base'")
+        return {"part": Fact(part.encode(), repr(part))}
+
+    agreement.agree("freeze", given, trainer.world)
+    for name, parameter in trainer.model.named_parameters():
+        if part == "base" or name.startswith("output_layer.") == (part == "head"):
+            parameter.requires_grad_(False)
 
 
 def reducers(
