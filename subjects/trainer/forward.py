@@ -33,15 +33,15 @@ def run(trainer: TrainerRank, request: ForwardInput) -> ForwardOutput:
     """Answer ``request``; see ``TrainerRank.forward``."""
     found: list[LocalRows] = []
 
-    def more() -> dict[str, Fact]:
+    def more(known: ForwardInput) -> dict[str, Fact]:
         # A plan of the caller's may fail, or differ: found before any row is sent by it.
-        found.append(local_rows(trainer, request))
+        found.append(local_rows(trainer, known))
         return {
             **facts.training_facts(gradients.trained(trainer)),
             **facts.plan_facts(found[0].plan),
         }
 
-    batches.agree_on_request(request, partial(check, trainer), trainer.batch, more)
+    request = batches.agree_on_request(request, partial(check, trainer), trainer.batch, more)
     local = found[0]
     with torch.set_grad_enabled(with_grad(request)):
         head, place = head_of(trainer, request, local)
