@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from ci.tests.programs import program
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 LOCK = ROOT / "requirements.lock"
-
-
-def program(name: str) -> ModuleType:
-    """Import a program of ci/, which has no suffix."""
-    loader = SourceFileLoader(f"ci_{name}", str(ROOT / "ci" / name))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up by its name
-    sys.modules[loader.name] = module
-    loader.exec_module(module)
-    return module
 
 
 @functools.cache
