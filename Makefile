@@ -18,13 +18,13 @@ CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
 PART ?= all
 FAULTS := $(wildcard $(addprefix harness/tests/test_,plugin_faults.py fleet_survivors.py ledger_cells.py))
 AGAINST := $(wildcard harness/tests/test_against_*.py ci/tests/test_diagnostics.py)
-CONTROLS := $(wildcard subjects/tests/test_controls.py)
+CONTROL_TESTS := $(wildcard subjects/tests/test_controls.py)
 FLOORS := $(wildcard subjects/tests/test_floor_of_cases.py)
 CHOSEN_all := $(TESTED)
-CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROLS) $(FLOORS))
+CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROL_TESTS) $(FLOORS))
 CHOSEN_faults := $(FAULTS)
 CHOSEN_against := $(AGAINST)
-CHOSEN_controls := $(CONTROLS)
+CHOSEN_controls := $(CONTROL_TESTS)
 CHOSEN_floors := $(FLOORS)
 # `make parity CASES=...`: core (outputs, gradients, metrics, attention, the contract), parts (slots,
 # heads and probes, the head, micro-batches, the optimizer, files) or all.
@@ -34,6 +34,9 @@ PARTS := $(addprefix cases/test_,combinations.py custom.py heads.py micro_batche
 CASES_core := cases $(addprefix --ignore=,$(PARTS))
 CASES_parts := $(PARTS)
 CASES_all := cases
+# `make test PART=controls CONTROLS=sample:SEED`: some faults of every family, others for each seed.
+CONTROLS ?= all
+export CONTROLS
 # `make properties EXAMPLES=...`: how many random forwards.
 EXAMPLES ?= 1000
 PROGRAMS := ci/benchmark ci/diagnostics ci/ledger_suite ci/lock ci/setup ci/wheel

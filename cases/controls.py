@@ -3,13 +3,15 @@
 Not collected with the cases; ``subjects/tests/test_controls.py`` runs it and judges what it left.
 There is one test here for each case and choice of its parameters, with all the faults that it must
 notice: they share its reference, which no fault touches. A fault runs on the smallest topology
-where it shows (``Fault.topologies``), or on those that ``--topology`` names.
+where it shows (``Fault.topologies``), or on those that ``--topology`` names. CONTROLS in the
+environment chooses: ``all``, or ``sample:SEED`` for some of every family.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +23,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 from cases.parameters import marks_of, names_of, values_of
-from subjects.trainer.faults import FAULTS, Fault, replaced
+from subjects.trainer.faults import OF_FAMILY, Fault, chosen, replaced
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from shardproof import Rank
 
 Control = Callable[..., None]
+CHOSEN = chosen(OF_FAMILY, os.environ.get("CONTROLS", "all"))
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +59,14 @@ def controls(faults: Mapping[str, Fault], *, module: str) -> dict[str, Any]:
         ValueError: two modules of cases have different fixtures of one name.
     """
     found: dict[str, Any] = {}
-    for (case, chosen), names in _grouped(faults).items():
+    for (case, params), names in _grouped(faults).items():
         first = faults[names[0]]
         try:
             body, source = _case(case)
             test = _control(body, source, {name: faults[name] for name in names}, first.params)
         except LookupError as error:
             raise LookupError(f"fault {names[0]!r}: {error}") from error
-        title = case.replace(".", "__") + "".join(f"__{_word(one)}" for one in chosen)
+        title = case.replace(".", "__") + "".join(f"__{_word(one)}" for one in params)
         test.__name__, test.__qualname__, test.__module__ = title, title, module
         found[title] = test
         for name, fixture in _fixtures(source).items():
@@ -135,4 +138,4 @@ def _word(text: str) -> str:
     return re.sub(r"\W+", "_", text)
 
 
-globals().update(controls(FAULTS, module=__name__))
+globals().update(controls(CHOSEN, module=__name__))

@@ -292,7 +292,8 @@ def _tied(really: bool) -> torch.nn.Module:
 def test_ranks_that_make_different_heads_are_refused(rank: Rank, build: BuildTrainer) -> None:
     """On every rank, before anything is sent: nobody waits, and the name stays free.
 
-    So is a head of which a rank has exchanged a parameter since.
+    So is a head of which a rank has exchanged a parameter since, by the reduction and by a step
+    that finds gradients reduced.
     """
     trainer = build(sharing="full")
     if not rank.is_reference:
@@ -304,9 +305,11 @@ def test_ranks_that_make_different_heads_are_refused(rank: Rank, build: BuildTra
     head = trainer.module("head", lambda: _head(rank))
     if not rank.is_reference:
         registered = head.read.weight
-        if last:
-            head.read.weight = torch.nn.Parameter(torch.ones_like(registered))
-        with pytest.raises(ValueError, match=r"head\.read\.weight"):
+        for use in (lambda: list(trainer.named_gradients()), trainer.optimizer("sgd", lr=0.1).step):
+            if last:
+                head.read.weight = torch.nn.Parameter(torch.ones_like(registered))
+            with pytest.raises(ValueError, match=r"'head\.read\.weight' is another.*Nothing was"):
+                use()
+            head.read.weight = registered
             list(trainer.named_gradients())
-        head.read.weight = registered
     rank.observe("values", dict(head.state_dict()))

@@ -7,7 +7,7 @@ H hidden size, V vocabulary, K the number asked of ``top_k``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -90,9 +90,24 @@ class ForwardInput:
             ValueError: they don't have one row per source position.
             TypeError: ids that are not integers.
         """
+        return None if self.target_tokens is None else self._targets_of(self.documents())
+
+    def read(self) -> ForwardInput:
+        """The same request with a tensor for each document, which is quick to read once more.
+
+        Raises:
+            ValueError, TypeError: as ``documents`` and ``targets``.
+        """
+        documents = self.documents()
         if self.target_tokens is None:
-            return None
-        lengths = [len(document) for document in self.documents()]
+            return replace(self, input_tokens=documents)
+        targets = self._targets_of(documents)
+        # By document they can be read in one way only, whatever their shape.
+        parts = targets.split([len(document) for document in documents])
+        return replace(self, input_tokens=documents, target_tokens=parts)
+
+    def _targets_of(self, documents: Sequence[Tensor]) -> Tensor:
+        lengths = [len(document) for document in documents]
         total, value = sum(lengths), self.target_tokens
         nested = len(lengths) > 1 or holds_parts(self.input_tokens)
         if nested and is_list(value) and len(value) == len(lengths):
@@ -192,10 +207,11 @@ def check_request(request: ForwardInput, *, vocabulary: int) -> None:
         TypeError: a field of another type than its own, or ids that are not integers.
     """
     _check_fields(request)
-    for index, document in enumerate(request.documents()):
+    documents = request.documents()
+    for index, document in enumerate(documents):
         _check_ids(document, vocabulary, f"input_tokens, document {index}")
-    targets = request.targets()
-    if targets is not None:
+    if request.target_tokens is not None:
+        targets = request._targets_of(documents)
         _check_ids(targets[targets != IGNORED], vocabulary, "target_tokens")
     if request.top_k is not None and not 1 <= request.top_k <= vocabulary:
         raise ValueError(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from ci.tests.programs import program
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """\
@@ -31,16 +30,6 @@ def size(x: int) -> str:
 def none(x: object) -> bool:
     return x == None
 """
-
-
-def program() -> ModuleType:
-    loader = SourceFileLoader("ci_diagnostics", str(ROOT / "ci" / "diagnostics"))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module
-    loader.exec_module(module)
-    return module
 
 
 def git(root: Path, *args: str) -> str:
@@ -110,7 +99,7 @@ def test_a_tool_that_cannot_run_is_no_pass(repository: Path) -> None:
 class TestComparison:
     def test_each_one_counts(self) -> None:
         """A second diagnostic like the first is new; the same one in another file too."""
-        module = program()
+        module = program("diagnostics")
         tree = Path("/tree")
 
         def one(file: str, line: int, message: str = "unused") -> object:
@@ -125,7 +114,7 @@ class TestComparison:
         assert line == "a.py:3,4: F401 unused (1 of them known)"
 
     def test_lines_in_a_message_move_with_it(self) -> None:
-        module = program()
+        module = program("diagnostics")
         first = module.found(Path("/a"), "x.py", "no-redef", "already defined on line 3", 9)
         second = module.found(Path("/b"), "x.py", "no-redef", "already defined on line 5", 11)
         assert not module.new([first], [second])

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import unittest
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from ci import ledger_cost
 from ci.ledger_cost import Cost
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def suite() -> ModuleType:
-    loader = SourceFileLoader("ci_ledger_suite", str(ROOT / "ci" / "ledger_suite"))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+from ci.tests.programs import program
 
 
 @pytest.mark.parametrize(
@@ -79,7 +65,7 @@ def test_a_test_that_ends_differently_is_told_and_run_again() -> None:
 
     said: list[str] = []
     names = ["same", "broken", "now and then"]
-    found: dict[str, Any] = suite().compare(names, run, limit=60.0, say=said.append)
+    found: dict[str, Any] = program("ledger_suite").compare(names, run, limit=60.0, say=said.append)
     assert found == {
         "compared": 3,
         "of": 3,
@@ -89,7 +75,7 @@ def test_a_test_that_ends_differently_is_told_and_run_again() -> None:
     }
     assert "broken: passed, with the ledger failed: RuntimeError" in said
     assert not any(ends.values())
-    assert suite().compare(names, run, limit=-1.0, say=said.append)["compared"] == 0
+    assert program("ledger_suite").compare(names, run, limit=-1.0, say=said.append)["compared"] == 0
 
 
 def test_ends_of_a_test_are_told_apart() -> None:
@@ -112,7 +98,7 @@ def test_ends_of_a_test_are_told_apart() -> None:
     def end(name: str) -> str:
         result = unittest.TestResult()
         Sample(name).run(result)
-        return str(suite().outcome_of(result))
+        return str(program("ledger_suite").outcome_of(result))
 
     assert end("test_passes") == "passed"
     assert end("test_skips") == "skipped"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 FILE_NAME = "run.jsonl"
+SCALAR = 4
+"""Values of fewer elements count as scalars, as they do where gates are set."""
 _DISTRIBUTIONS = ("shardproof", "torch", "pytest", "megatron-core", "transformers")
 
 
@@ -136,12 +138,17 @@ def table(cells: list[dict[str, Any]]) -> list[str]:
     passed = sum(cell["outcome"] == "passed" for cell in cells)
     observations = sum(len(cell["observations"]) for cell in cells)
     lines += ["", f"{passed} of {len(cells)} cells passed, {observations} comparisons"]
-    worst = [cell for cell in cells if cell["outcome"] == "passed"]
-    for title, scalar in (("tensors", False), ("scalars", True)):
-        ratios = [_worst(cell, scalar=scalar) for cell in worst]
-        if any(ratio is not None for ratio in ratios):
-            top = max(ratio for ratio in ratios if ratio is not None)
-            lines[-1] += f"; worst ratio of passed {title} {top:.2f}"
+    seen = [seen for cell in cells if cell["outcome"] == "passed" for seen in cell["observations"]]
+    tensors = [one for one in seen if one["numel"] >= SCALAR]
+    scalars = [one for one in seen if one["numel"] < SCALAR]
+    tops = {
+        "tensors": _worst(tensors, "ratio"),
+        "their rows": _worst(tensors, "row_ratio"),
+        "scalars": _worst(scalars),
+    }
+    shown = [f"{title} {top:.2f}" for title, top in tops.items() if top is not None]
+    if shown:
+        lines[-1] += f"; worst ratios of what passed: {', '.join(shown)}"
     return lines
 
 
@@ -172,7 +179,7 @@ def _shown(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "-"
     seconds = f"{cell['seconds']:.2f}s"
-    ratio = _worst(cell)
+    ratio = _worst(cell["observations"])
     if cell["outcome"] != "passed":
         if not cell["seconds"]:
             return str(cell["outcome"])
@@ -181,17 +188,11 @@ def _shown(cell: dict[str, Any] | None) -> str:
     return f"{ratio:.2f} {seconds}" if ratio is not None else f"exact {seconds}"
 
 
-def _worst(cell: dict[str, Any], *, scalar: bool | None = None) -> float | None:
-    """The largest ratio of a cell; of scalars or tensors (four elements up) alone if asked."""
-    worst: float | None = None
-    for observation in cell["observations"]:
-        if scalar is not None and (observation["numel"] < 4) is not scalar:
-            continue
-        for key in ("ratio", "row_ratio"):
-            value = observation[key]
-            if isinstance(value, int | float) and math.isfinite(value):
-                worst = value if worst is None else max(worst, value)
-    return worst
+def _worst(observations: list[dict[str, Any]], *keys: str) -> float | None:
+    """The largest ratio of some observations, by both norms unless one is named."""
+    found = [one[key] for one in observations for key in keys or ("ratio", "row_ratio")]
+    known = [one for one in found if isinstance(one, int | float) and math.isfinite(one)]
+    return max(known, default=None)
 
 
 def _short(case: str) -> str:

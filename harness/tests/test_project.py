@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from ci.tests.programs import program
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 LOCK = ROOT / "requirements.lock"
-
-
-def program(name: str) -> ModuleType:
-    """Import a program of ci/, which has no suffix."""
-    loader = SourceFileLoader(f"ci_{name}", str(ROOT / "ci" / name))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up by its name
-    sys.modules[loader.name] = module
-    loader.exec_module(module)
-    return module
 
 
 @functools.cache
@@ -88,6 +75,14 @@ class TestDocuments:
         named = make_commands((ROOT / document).read_text())
         assert named <= make_targets()
         assert {"parity", "test"} <= named
+
+    @pytest.mark.parametrize("chosen", ["all", "sample:7"])
+    def test_a_choice_of_controls_is_no_path(self, chosen: str) -> None:
+        """CONTROLS says which faults are put in, to the cases alone; which file runs stays."""
+        command = ["make", "--dry-run", "test", "PART=controls", f"CONTROLS={chosen}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert "pytest subjects/tests/test_controls.py" in done.stdout
+        assert f"pytest {chosen}" not in done.stdout
 
     def test_prose_names_no_make_command(self) -> None:
         lines = ["Let one make what is made once; `make lint`.", "```", "make ARGS=x parity", "```"]

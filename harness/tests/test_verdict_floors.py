@@ -77,6 +77,22 @@ def test_freedom_counts_equal_independent_components() -> None:
     assert freedom(_sketches(runs)) == pytest.approx(3.0, rel=0.15)
 
 
+@pytest.mark.parametrize(("runs", "least"), [(3, 2.5), (8, 4.5)])
+def test_rows_that_are_alike_have_the_freedom_that_they_share(runs: int, least: float) -> None:
+    """Few runs err to the careful side: by the least row alone, three would say 1.2."""
+    basis = torch.linalg.qr(numbers(64, 6, seed=4))[0].T
+    alike = [numbers(200, 6, seed=seed) @ basis for seed in range(runs)]
+    assert least < row_freedom(_sketches(alike)) < 7.5
+
+
+def test_a_row_on_a_line_is_not_judged_by_the_mean_row() -> None:
+    line = numbers(1, 64, seed=9)
+    runs = [numbers(100, 64, seed=seed) for seed in range(8)]
+    for seed, errors in enumerate(runs):
+        errors[40] = line * numbers(1, seed=100 + seed)
+    assert row_freedom(_sketches(runs)) < 1.2
+
+
 def test_freedom_without_errors_is_unknown() -> None:
     assert freedom(_sketches([torch.zeros(4, 9)] * 3)) == math.inf
     assert row_freedom(_sketches([torch.zeros(4, 9)] * 3)) == math.inf
@@ -128,6 +144,25 @@ def test_errors_along_one_line_ask_for_more_runs_and_get_a_wider_gate(tmp_path: 
     many = World(tmp_path / "many").reference(_direction_body(None), runs=8)
     assert many["wanted"] == 8
     assert 13 < many["floors"][0]["gate"] < 15
+
+
+def _row_body(rank: Rank) -> None:
+    """All rows move freely but one, which moves along itself."""
+    value = numbers(40, 16)
+    moved = rank.noise(value)
+    moved[7] = value[7] * rank.noise(torch.ones(1, dtype=torch.float64))
+    rank.observe("x", moved)
+
+
+def test_one_row_along_a_line_asks_for_more_runs_and_widens_the_gate_of_rows(
+    tmp_path: Path,
+) -> None:
+    few = World(tmp_path / "few").reference(_row_body, runs=3)
+    assert few["wanted"] == 8
+    assert few["floors"][0]["gate"] == LEAST_GATE < few["floors"][0]["row_gate"]
+    (many,) = World(tmp_path / "many").reference(_row_body, runs=8)["floors"]
+    assert many["gate"] == LEAST_GATE
+    assert LEAST_GATE < many["row_gate"] < few["floors"][0]["row_gate"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -27,7 +27,6 @@ def body(directory: Path) -> None:
         rank = worlds.make_rank(name)
         values_are_the_first_ranks(rank)
         disagreements(rank)
-        exchanged(rank)
         norms(rank)
         steps(rank)
 
@@ -128,21 +127,6 @@ def disagreements(rank: Any) -> None:
     assert parts.parameter("w", lambda: torch.ones(3)).sum() == 3
 
 
-def exchanged(rank: Any) -> None:
-    """A parameter that one rank alone exchanges: every rank hears of it."""
-    parts = _parts(rank)
-    parts.check_modules()
-    module = parts.module("head", lambda: torch.nn.Linear(2, 2))
-    parts.check_modules()
-    kept = module.bias
-    if dist.get_rank() == 2:
-        module.bias = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match=r"(?s)'head.bias' is another tensor.*Nothing was wrong"):
-        parts.check_modules()
-    module.bias = kept
-    parts.check_modules()
-
-
 class Stepped:
     """Two parameters of a slot, one cut over tp, and one of nobody's; gradients set by hand."""
 
@@ -160,9 +144,6 @@ class Stepped:
 
     def reduce_gradients(self) -> None:
         """As the gradients are the same on all replicas, they are reduced."""
-
-    def check_parts(self) -> None:
-        """They are what was registered."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Any]]:
         for name, parameter in self.own.items():

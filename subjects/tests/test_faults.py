@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from cases.controls import controls
 from subjects.trainer import gather
-from subjects.trainer.faults import FAULTS, Fault, inject, replaced
+from subjects.trainer.faults import FAMILIES, FAULTS, OF_FAMILY, Fault, chosen, inject, replaced
 from subjects.trainer.faults.fault import merged
 
 
@@ -176,3 +176,23 @@ def test_fixtures_of_one_name_in_two_modules_are_refused(monkeypatch: pytest.Mon
     assert controls({"one": both["one"]}, module="here")["drawn"] is drawn
     with pytest.raises(ValueError, match="two modules of cases have a fixture 'drawn'"):
         controls(both, module="here")
+
+
+def test_a_sample_has_some_of_every_family_and_every_fault_comes_up() -> None:
+    assert chosen(OF_FAMILY, "all") == FAULTS
+    once = chosen(OF_FAMILY, "sample:1")
+    assert list(once) == list(chosen(OF_FAMILY, "sample:1"))
+    seen: set[str] = set()
+    for seed in range(60):
+        some = chosen(OF_FAMILY, f"sample:{seed}")
+        assert len(some) < len(FAULTS) / 2
+        for family in FAMILIES:
+            assert len(some.keys() & OF_FAMILY[family].keys()) >= len(OF_FAMILY[family]) / 4
+        seen |= set(some)
+    assert seen == set(FAULTS)
+
+
+@pytest.mark.parametrize("words", ["", "sample", "sample:", "some", "all:1"])
+def test_a_choice_that_is_none_is_refused(words: str) -> None:
+    with pytest.raises(ValueError, match=r"CONTROLS=all or CONTROLS=sample:SEED"):
+        chosen(OF_FAMILY, words)

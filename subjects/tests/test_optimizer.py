@@ -35,9 +35,6 @@ class Stepped:
     def reduce_gradients(self) -> None:
         self.reductions += 1
 
-    def check_parts(self) -> None:
-        pass
-
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
         for name, parameter in self.own.items():
             yield name, parameter, {}

@@ -25,9 +25,10 @@ from subjects.types import ForwardInput, check_request, logprob_dtype
     ],
 )
 def test_documents_however_they_are_given(tokens: object, expected: list[list[int]]) -> None:
-    documents = ForwardInput(tokens).documents()  # type: ignore[arg-type]
-    assert [document.tolist() for document in documents] == expected
-    assert all(document.dtype == torch.int64 for document in documents)
+    request = ForwardInput(tokens)  # type: ignore[arg-type]
+    for documents in (request.documents(), request.read().documents()):
+        assert [document.tolist() for document in documents] == expected
+        assert all(document.dtype == torch.int64 for document in documents)
 
 
 @pytest.mark.parametrize("tokens", [[], [[]], [[1], []], torch.zeros(0, dtype=torch.int64)])
@@ -78,13 +79,25 @@ def test_ids_are_integers(tokens: object) -> None:
 def test_targets_however_they_are_given(
     tokens: object, targets: object, expected: list[object]
 ) -> None:
-    flat = ForwardInput(tokens, targets).targets()  # type: ignore[arg-type]
-    assert flat is not None
-    assert flat.tolist() == expected
+    request = ForwardInput(tokens, targets)  # type: ignore[arg-type]
+    # Once read, they are read in no other way.
+    for one in (request, request.read(), request.read().read()):
+        flat = one.targets()
+        assert flat is not None
+        assert flat.tolist() == expected
 
 
 def test_no_targets() -> None:
     assert ForwardInput([1, 2]).targets() is None
+    assert ForwardInput([1, 2]).read().targets() is None
+
+
+def test_a_request_that_was_read_asks_for_the_same() -> None:
+    request = ForwardInput([1, 2], [3, 4], top_k=2, entropy=True, logits="local", slot="a")
+    read = request.read()
+    assert isinstance(read.input_tokens, list)
+    others = [one.name for one in fields(request) if not one.name.endswith("_tokens")]
+    assert [getattr(read, name) for name in others] == [getattr(request, name) for name in others]
 
 
 @pytest.mark.parametrize(

@@ -80,16 +80,18 @@ def agree_on_request(
     request: ForwardInput,
     check_one: Check,
     circle: Circle,
-    more: Callable[[], Mapping[str, Fact]] = dict,
-) -> None:
+    more: Callable[[ForwardInput], Mapping[str, Fact]],
+) -> ForwardInput:
     """Refuse a request of ``forward`` on every rank of its batch; a collective.
 
-    ``more`` are further facts that these ranks must have alike, of a request that is right.
+    Returns it as ``ForwardInput.read`` does. ``more`` are further facts that these ranks must have
+    alike, of a request that is right.
 
     Raises:
         DisagreementError: as ``agreement.agree``.
         Exception: what ``check_one`` raises, where every rank raises it.
     """
+    found: list[ForwardInput] = []
 
     def facts() -> dict[str, Fact]:
         if not isinstance(request, ForwardInput):
@@ -98,9 +100,11 @@ def agree_on_request(
                 "nestings of them there are forward_micro_batches and dp_rank_forward)"
             )
         check_one(request)
-        return {**request_facts(request), **more()}
+        found.append(request.read())
+        return {**request_facts(found[0]), **more(found[0])}
 
     agreement.agree("forward", facts, circle)
+    return found[0]
 
 
 def agree_on_sequence(inputs: object, check_one: Check, circle: Circle) -> None:
@@ -146,7 +150,7 @@ def nested_facts(inputs: object, check_one: Check) -> dict[str, Fact]:
     for path, request in requests_in(inputs):
         try:
             check_one(request)
-            found |= request_facts(request, prefix=f"{path}.")
+            found |= request_facts(request.read(), prefix=f"{path}.")
         except (ValueError, TypeError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{path}: {error}") from error

@@ -14,16 +14,8 @@ from torch.distributed import ProcessGroup
 
 
 def all_reduce(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
-    """Reduce ``value`` in place over ``group`` and return it.
-
-    Ranks may hold it in memory of different strides: what is sent is in the order of its elements.
-    """
-    if group.size() > 1:
-        dense = value.contiguous()
-        dist.all_reduce(dense, op=_OPS[op], group=group)
-        if dense is not value:
-            value.copy_(dense)
-    return value
+    """Reduce ``value`` in place over ``group`` and return it."""
+    return _in_place(value, group, lambda dense: dist.all_reduce(dense, op=_OPS[op], group=group))
 
 
 def all_gather_rows(value: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
@@ -69,9 +61,17 @@ def rotate(value: Tensor, rows: int, group: ProcessGroup) -> Callable[[], Tensor
 
 def broadcast_first(value: Tensor, group: ProcessGroup) -> Tensor:
     """Overwrite ``value`` in place with that of the group's first rank and return it."""
+    return _in_place(value, group, lambda dense: dist.broadcast(dense, group=group, group_src=0))
+
+
+def _in_place(value: Tensor, group: ProcessGroup, call: Callable[[Tensor], object]) -> Tensor:
+    """Let ``call`` overwrite ``value`` and return it; nothing for a group of one rank.
+
+    Ranks may hold it in memory of different strides: what is sent is in the order of its elements.
+    """
     if group.size() > 1:
         dense = value.contiguous()
-        dist.broadcast(dense, group=group, group_src=0)
+        call(dense)
         if dense is not value:
             value.copy_(dense)
     return value

@@ -88,24 +88,17 @@ class CustomParts:
             self._modules.pop(key, None)
 
     def check_modules(self) -> None:
-        """Refuse modules that hold other parameters than those registered; a collective of all.
-
-        Nothing is asked of the other ranks where there is no module.
+        """Refuse modules that hold other parameters than those registered, on this rank.
 
         Raises:
-            ValueError: on every rank, with the parameter.
+            ValueError: with the parameter.
         """
-        if self._modules:
-            agreement.agree("the parameters of modules", self._exchanged, self._world)
-
-    def _exchanged(self) -> dict[str, Fact]:
         for key, module in self._modules.items():
             owner, members = self._parts[key]
             own = full_name(*key)
             known = {full: tensor for kind, full, tensor in members if kind == "parameter"}
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 check_registered(owner.what, f"{own}.{name}", parameter, known)
-        return {}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every parameter by its full name; a shared one once, by its first name."""

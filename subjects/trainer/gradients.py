@@ -1,4 +1,4 @@
-"""Gradients of all that is trained: reduced once, by their names in the checkpoint."""
+"""Gradients: what is trained, reduced once, by their names in the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
     """Reduce every gradient over the ranks, in place, unless that was done; a collective.
 
     ``reduced`` are the stamps of an earlier reduction, None where there was none since gradients
-    were zeroed. Returns those of this one. All ranks agree first on whether they were reduced and
-    on what is trained.
+    were zeroed. Returns those of this one. All ranks agree first on whether they were reduced, on
+    what is trained, and that modules hold what was registered.
 
     Raises:
         ValueError: on every rank: a backward has added to gradients that were reduced, on any; or a
@@ -42,6 +42,7 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
                 "a backward has added to gradients that were reduced over the ranks already; "
                 "call zero_gradients() between reading gradients and the next backward"
             )
+        trainer.custom.check_modules()
         state = "not reduced yet" if reduced is None else "reduced"
         return {
             **facts.training_facts(trained(trainer)),
@@ -51,7 +52,6 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
     agreement.agree("reading or reducing gradients", known, trainer.world)
     if reduced is not None:
         return reduced
-    trainer.custom.check_modules()
     if trainer.check_losses:
         losses.compare_own(
             {name: one.grad for name, one in trainer.custom.named_parameters()}, trainer.world
@@ -68,12 +68,28 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
 
 
 def trained(trainer: TrainerRank) -> dict[str, bool]:
-    """Whether each parameter is trained, by the names of its gradients."""
-    model = trainer.model.named_parameters()
+    """Whether each parameter is trained, by the names of its gradients.
+
+    Asked anew each time, since a caller may set ``requires_grad`` by hand.
+    """
     return {
-        **{", ".join(trainer.layouts[name].names): one.requires_grad for name, one in model},
+        **{name: one.requires_grad for name, one in trainer.weights.items()},
         **{name: one.requires_grad for name, one, _ in trainer.named_parameters()},
     }
+
+
+def freeze(trainer: TrainerRank, part: str) -> None:
+    """Take no gradients of a part of the model; see ``TrainerRank.freeze``."""
+
+    def given() -> dict[str, Fact]:
+        if part not in ("decoder", "head", "base"):
+            raise ValueError(f"freeze: got {part!r}; expected 'decoder', 'head' or 'base'")
+        return {"part": Fact(part.encode(), repr(part))}
+
+    agreement.agree("freeze", given, trainer.world)
+    for name, parameter in trainer.model.named_parameters():
+        if part == "base" or name.startswith("output_layer.") == (part == "head"):
+            parameter.requires_grad_(False)
 
 
 def reducers(

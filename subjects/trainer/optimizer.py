@@ -43,10 +43,7 @@ class Steppable(Protocol):
         """Where parameters live."""
 
     def reduce_gradients(self) -> None:
-        """Reduce all gradients over the ranks, once."""
-
-    def check_parts(self) -> None:
-        """Refuse parts that are no longer what was registered; a collective of all ranks."""
+        """Reduce all gradients over the ranks, once; refuse what is not to be stepped."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Placement]]:
         """Name, this rank's part and placement of all that is stepped."""
@@ -99,7 +96,6 @@ class Optimizer:
                 module of the caller's holds other parameters than those registered.
         """
         ready(self._trainer)
-        self._trainer.check_parts()
         slots = by_slot(self._trainer.named_parameters())
         if not slots:
             raise ValueError(

@@ -1,8 +1,9 @@
-"""One rank of the trainer: the public interface, put together from the modules beside it."""
+"""One rank of the trainer: the public interface. How each is done is in the modules beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -10,35 +11,21 @@ import torch
 from torch import Tensor
 
 from subjects.protocol import OptimizerOptions, OwnModule, Placement, RankContext, ReduceOp, Value
-from subjects.trainer import (
-    admission,
-    agreement,
-    attention,
-    batches,
-    facts,
-    gradients,
-    heads,
-    losses,
-    packing,
-    plan,
-    reductions,
-    rope,
-    shims,
-    weights,
-)
-from subjects.trainer.agreement import Fact
-from subjects.trainer.architecture import Architecture, read_architecture
-from subjects.trainer.attention import ATTENTION_BLOCK, AttentionOptions, Exchange
+from subjects.trainer import agreement, batches, build, forward, gradients, reductions, weights
+from subjects.trainer.architecture import Architecture
+from subjects.trainer.attention import ATTENTION_BLOCK, Exchange
+from subjects.trainer.build import Options
 from subjects.trainer.custom import CustomParts
-from subjects.trainer.head_rows import HEAD_ROWS, HeadWeights, Place
-from subjects.trainer.layer_spec import build_model
+from subjects.trainer.head_rows import HEAD_ROWS
 from subjects.trainer.logprobs import VocabularySlice
 from subjects.trainer.optimizer import Optimizer
 from subjects.trainer.packing import Sharing
-from subjects.trainer.plan import LocalRows, PlanPolicy
+from subjects.trainer.plan import PlanPolicy
 from subjects.trainer.reductions import Groups
-from subjects.trainer.slots import Factory, Slots, SlotSnapshot
-from subjects.types import TARGETS, ForwardInput, ForwardOutput, MicroBatch, Nested, check_request
+from subjects.trainer.slot_state import SlotSnapshot
+from subjects.trainer.slot_values import Factory
+from subjects.trainer.slots import Slots
+from subjects.types import TARGETS, ForwardInput, ForwardOutput, MicroBatch, Nested
 
 
 class TrainerRank:
@@ -60,26 +47,22 @@ class TrainerRank:
         model: torch.nn.Module,
         architecture: Architecture,
         rank: RankContext,
-        *,
-        sharing: Sharing,
-        policy: PlanPolicy,
-        attention_options: AttentionOptions | None = None,
-        head_rows: int = HEAD_ROWS,
-        check_losses: bool = True,
-        memory_limit: int | None = None,
+        options: Options,
     ) -> None:
         self.model: Any = model
         self.architecture = architecture
         self.groups = Groups(tp=rank.group("tp"), cp=rank.group("cp"), dp=rank.group("dp"))
         self.device, self.dtype = rank.device, rank.dtype
-        self.sharing: Sharing = sharing
-        self.policy = policy
-        self.attention_options = attention_options or AttentionOptions()
-        self.head_rows = head_rows
-        self.memory_limit = memory_limit
+        self.sharing, self.policy = options.sharing, options.plan
+        self.attention_options = build.attention_options(options)
+        self.head_rows, self.memory_limit = options.head_rows, options.memory_limit
         tp_rank, tp = self.groups.tp.rank(), self.groups.tp.size()
         self.layouts = dict(weights.layouts(architecture, tp_rank=tp_rank, tp=tp))
         start, stop = weights.bounds(architecture.vocabulary, (tp_rank, tp))
+        # The model keeps its parameters: walking its modules in each forward would find the same.
+        self.weights = {
+            ", ".join(self.layouts[name].names): one for name, one in model.named_parameters()
+        }
         self.part = VocabularySlice(
             start=start, columns=stop - start, size=architecture.vocabulary, group=self.groups.tp
         )
@@ -95,10 +78,10 @@ class TrainerRank:
             borrowed=lambda: list(model.parameters()),
         )
         self.slot_table.on_replace.append(self.custom.retire)
-        self._reduced: gradients.Stamps | None = None
-        self.check_losses = check_losses
+        self.reduced: gradients.Stamps | None = None
+        self.check_losses = options.check_losses
         self.forwards = 0
-        self._batch = agreement.batch(self.groups, self.device)
+        self.batch = agreement.batch(self.groups, self.device)
         self.world = agreement.world(self.groups, self.device)
 
     @classmethod
@@ -138,64 +121,17 @@ class TrainerRank:
                 Megatron's parallel state missing or made for another one, or ``head_rows``,
                 ``memory_limit`` or ``layers`` that can't be.
         """
-        tp, cp = rank.group("tp"), rank.group("cp")
-        world = agreement.world(Groups(tp, cp, rank.group("dp")), rank.device)
-        directory = Path(checkpoint_dir)
-        read: list[tuple[Architecture, AttentionOptions]] = []
-
-        def given() -> dict[str, Fact]:
-            heads.check_rows(head_rows)
-            admission.check_limit(memory_limit)
-            options = AttentionOptions(attention, attention_block)
-            architecture = read_architecture(directory, layers=layers)
-            architecture.check_tp(tp.size())
-            shims.check_parallel_state(rank)
-            read.append((architecture, options))
-            return facts.option_facts(
-                {
-                    **vars(architecture),
-                    "dtype": rank.dtype,
-                    "sharing": sharing,
-                    "plan": "a function" if callable(plan) else plan,
-                    "attention": attention,
-                    "attention_block": attention_block,
-                    "head_rows": head_rows,
-                    "check_losses": check_losses,
-                    # The least limit counts, whatever it is; on a CPU none is no limit.
-                    "memory_limit is None": memory_limit is None and rank.device.type == "cpu",
-                }
-            )
-
-        agreement.agree("build", given, world)
-        made: list[TrainerRank] = []
-
-        def load() -> dict[str, Fact]:
-            architecture, options = read[0]
-            shims.place_buffers(rank.device)
-            shims.quiet_rng()
-            model = build_model(
-                architecture, tp=tp.size(), cp=cp.size(), dtype=rank.dtype, device=rank.device
-            )
-            trainer = cls(
-                model,
-                architecture,
-                rank,
-                sharing=sharing,
-                policy=plan,
-                attention_options=options,
-                head_rows=head_rows,
-                check_losses=check_losses,
-                memory_limit=memory_limit,
-            )
-            part = (tp.rank(), tp.size())
-            weights.load(model, weights.Checkpoint(directory), trainer.layouts, part)
-            trainer.slot_table.base_model = str(checkpoint_dir)
-            made.append(trainer)
-            return {}
-
-        # A rank that can't read its slices must not leave the others in their first forward.
-        agreement.agree("build, weights", load, world)
-        return made[0]
+        options = Options(
+            sharing=sharing,
+            plan=plan,
+            attention=attention,
+            attention_block=attention_block,
+            head_rows=head_rows,
+            check_losses=check_losses,
+            memory_limit=memory_limit,
+            layers=layers,
+        )
+        return build.build(cls, checkpoint_dir, rank, options)
 
     def forward(self, request: ForwardInput) -> ForwardOutput:
         """Run one forward; see ``ForwardInput`` and ``ForwardOutput``.
@@ -211,32 +147,7 @@ class TrainerRank:
             DisagreementError: a ValueError: not all ranks pass the same, or some refuse it.
             AdmissionError: the head and the outputs would not fit into memory.
         """
-        found: list[LocalRows] = []
-
-        def more() -> dict[str, Fact]:
-            # A plan of the caller's may fail, or differ: found before any row is sent by it.
-            found.append(self._local_rows(request))
-            return {
-                **facts.training_facts(gradients.trained(self)),
-                **facts.plan_facts(found[0].plan),
-            }
-
-        batches.agree_on_request(request, self._check, self._batch, more)
-        local = found[0]
-        with torch.set_grad_enabled(self._with_grad(request)):
-            head, place = self._head(request, local)
-            admission.admit(request, head, place, limit=self.memory_limit)
-            with self.slot_table.use(request.slot):
-                hidden = self._decode(local)
-            output = heads.outputs(request, hidden, head, place)
-        self.forwards += 1
-        return losses.watch(
-            output,
-            number=self.forwards,
-            circle=self._batch,
-            compare=self.check_losses,
-            changed=self.slot_table.changes(request.slot),
-        )
+        return forward.run(self, request)
 
     def forward_micro_batches(
         self, inputs: Sequence[Nested], *, yield_empty: bool = False
@@ -254,7 +165,7 @@ class TrainerRank:
             ValueError: a request that ``forward`` would refuse, with its path, or ranks whose
                 ``inputs`` differ.
         """
-        batches.agree_on_sequence(inputs, self._check, self.world)
+        batches.agree_on_sequence(inputs, partial(forward.check, self), self.world)
         dp = self.groups.dp
         return batches.micro_batches(
             list(inputs), self.forward, dp_rank=dp.rank(), dp=dp.size(), yield_empty=yield_empty
@@ -271,7 +182,7 @@ class TrainerRank:
             ValueError: a request that ``forward`` would refuse, with its path, or ranks of a batch
                 whose ``inputs`` differ.
         """
-        batches.agree_on_nesting(inputs, self._check, self._batch)
+        batches.agree_on_nesting(inputs, partial(forward.check, self), self.batch)
         return batches.run(inputs, self.forward)
 
     @property
@@ -424,24 +335,16 @@ class TrainerRank:
         Raises:
             ValueError: on every rank: an unknown part, or ranks that pass different ones.
         """
-
-        def given() -> dict[str, Fact]:
-            if part not in ("decoder", "head", "base"):
-                raise ValueError(f"freeze: got {part!r}; expected 'decoder', 'head' or 'base'")
-            return {"part": Fact(part.encode(), repr(part))}
-
-        agreement.agree("freeze", given, self.world)
-        for name, parameter in self.model.named_parameters():
-            if part == "base" or name.startswith("output_layer.") == (part == "head"):
-                parameter.requires_grad_(False)
+        gradients.freeze(self, part)
 
     def reduce_gradients(self) -> None:
         """Reduce all gradients over the ranks, in place and once; a collective of all ranks.
 
         Raises:
-            ValueError: a backward has added to gradients that were reduced.
+            ValueError: on every rank: a backward has added to gradients that were reduced, or a
+                module of the caller's holds other parameters than those registered.
         """
-        self._reduced = gradients.reduce_once(self, self._reduced)
+        self.reduced = gradients.reduce_once(self, self.reduced)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor | None, Placement]]:
         """Reduced gradients by their names in the checkpoint, then of slots and ``parameter``.
@@ -453,16 +356,12 @@ class TrainerRank:
         self.reduce_gradients()
         yield from gradients.by_name(self)
 
-    def check_parts(self) -> None:
-        """Refuse to step what the caller has exchanged; see ``CustomParts.check_modules``."""
-        self.custom.check_modules()
-
     def zero_gradients(self) -> None:
         """Forget all gradients."""
         others = (parameter for _, parameter, _ in self.named_parameters())
         for parameter in (*self.model.parameters(), *others):
             parameter.grad = None
-        self._reduced = None
+        self.reduced = None
 
     def dp_reduce(self, value: Value, op: ReduceOp = "sum") -> Value:
         """Reduce a number or tensor over the data-parallel ranks alone; a collective of all ranks.
@@ -480,56 +379,3 @@ class TrainerRank:
         """The names of gradients that are none of the caller's."""
         model = {name for layout in self.layouts.values() for name in layout.names}
         return model | {name for name, _, _ in self.slot_table.named_factors()}
-
-    def _with_grad(self, request: ForwardInput) -> bool:
-        return torch.is_grad_enabled() and not request.no_grad
-
-    def _check(self, request: ForwardInput) -> None:
-        """Refuse what this rank can't run, before any collective."""
-        check_request(request, vocabulary=self.architecture.vocabulary)
-        if request.slot is not None:
-            self.slot_table.get(request.slot)
-        if self._with_grad(request) and self._reduced is not None:
-            raise ValueError(
-                "the gradients have been reduced over the ranks, and what a further backward adds "
-                "would not be; call zero_gradients() before the next forward, or pass no_grad"
-            )
-
-    def _local_rows(self, request: ForwardInput) -> LocalRows:
-        packed = packing.pack(request.documents(), sharing=self.sharing).to(self.device)
-        work = plan.row_work(packed, linear=plan.linear_work(self.architecture))
-        made = plan.make_plan(self.policy, work=work, cp=self.groups.cp.size())
-        return plan.local_rows(
-            packed, made, cp_rank=self.groups.cp.rank(), tp=self.groups.tp.size()
-        )
-
-    def _decode(self, local: LocalRows) -> Tensor:
-        """This rank's rows -> hidden states [p / tp, 1, H] after the last norm."""
-        tokens = plan.padded(plan.tokens_for(local), local)[None, :]
-        positions = plan.padded(plan.positions_for(local), local)
-        embedded = self.model.embedding(input_ids=tokens, position_ids=None)
-        hidden: Tensor = self.model.decoder(
-            hidden_states=embedded,
-            attention_mask=None,
-            rotary_pos_emb=rope.angles(
-                positions,
-                head_size=self.architecture.head_size,
-                base=self.architecture.rope_base,
-                dtype=self.dtype,
-            ),
-            packed_seq_params=attention.attention_rows(
-                local,
-                self.attention_options,
-                cp_rank=self.groups.cp.rank(),
-                group=self.groups.cp,
-            ),
-        )
-        return hidden
-
-    def _head(self, request: ForwardInput, local: LocalRows) -> tuple[HeadWeights, Place]:
-        owner = self.model.embedding.word_embeddings if self.architecture.tied else None
-        factors = self.slot_table.head_factors(request.slot) or ()
-        head = HeadWeights((owner or self.model.output_layer).weight, *factors)
-        return head, Place(
-            local=local, part=self.part, groups=self.groups, head_rows=self.head_rows
-        )

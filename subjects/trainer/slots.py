@@ -6,77 +6,39 @@ changes the slots is a collective of all ranks, and is refused by all where one 
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from subjects.token_ids import shown
-from subjects.trainer import adapters, agreement, collectives, lora, lora_layers, reductions
+from subjects.trainer import (
+    adapters,
+    agreement,
+    collectives,
+    lora,
+    lora_layers,
+    reductions,
+    slot_values,
+)
 from subjects.trainer.adapters import AdapterConfig
 from subjects.trainer.agreement import Fact
 from subjects.trainer.architecture import Architecture
 from subjects.trainer.lora import Factor
 from subjects.trainer.ownership import Owner
 from subjects.trainer.reductions import Groups
-
-Factory = Callable[[str, tuple[int, ...]], Tensor]
-"""From a factor's name (``model.layers.0.self_attn.q_proj.lora_A``) and shape to its values."""
-
-# A copy of the base model's head, which PEFT saves beside the factors of an lm_head.
-_HEAD_COPY = "lm_head.base_layer"
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One adapter on this rank: its factors, and this rank's part of each, by name.
-
-    ``owner`` knows whether the slot is still there.
-    """
-
-    config: AdapterConfig
-    factors: Mapping[str, Factor]
-    values: Mapping[str, torch.nn.Parameter]
-    owner: Owner
-
-    @property
-    def targets(self) -> Sequence[str]:
-        """The projections that it changes."""
-        return self.config.targets
-
-    def pair(self, module: str) -> tuple[Tensor, Tensor]:
-        """A and B of a module that the slot targets."""
-        return self.values[f"{module}.lora_A"], self.values[f"{module}.lora_B"]
-
-    def scale(self) -> float:
-        """What the product of the factors is multiplied by."""
-        return scale_of(self.config)
-
-
-class HeadFactors(NamedTuple):
-    """The lm_head of a slot: A [r, H], this rank's rows of B [v, r] without padding, the scale.
-
-    Where the head runs on all rows of the sequence, A's gradient is a partial sum over TP, as that
-    of any A that every rank holds.
-    """
-
-    A: Tensor
-    B: Tensor
-    scale: float
-
-
-@dataclass(frozen=True)
-class SlotSnapshot:
-    """The values of a slot on this rank at one time; for ``restore`` on the same topology."""
-
-    config: AdapterConfig
-    values: Mapping[str, Tensor]
+from subjects.trainer.slot_state import (
+    HeadFactors,
+    Slot,
+    SlotSnapshot,
+    changes_of,
+    check_snapshot,
+    snapshot_of,
+    with_cuts,
+)
+from subjects.trainer.slot_values import Factory, Read, check_factory, directory_of, factors_of
 
 
 class Slots:
@@ -186,11 +148,15 @@ class Slots:
             made.append(adapters.adapter_config(rank=rank, alpha=alpha, targets=targets))
             check_factory(factory)
             if self._is_first:
-                drawn.append(self._drawn(name, made[0], factory or _Initial(name)))
+                factors = factors_of(made[0], self.architecture)
+                whole = slot_values.drawn(
+                    name, factors.values(), factory, device=self.device, dtype=self.dtype
+                )
+                drawn.append(whole)
             return vars(made[0])
 
         self._agree("add_slot", name, facts)
-        factors = self._factors(made[0])
+        factors = factors_of(made[0], self.architecture)
         sizes = [one.shape[0] * one.shape[1] for one in factors.values()]
         empty = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
         flat = drawn[0] if drawn else empty
@@ -205,14 +171,16 @@ class Slots:
 
     def load(self, name: str, directory: str | Path) -> None:
         """Read a slot from PEFT's files; see ``TrainerRank.load_slot``."""
-        found: list[tuple[AdapterConfig, dict[str, Factor], dict[str, Tensor]]] = []
+        found: list[Read] = []
 
         def facts() -> dict[str, object]:
             check_name(name)
             path = directory_of(directory)
-            found.append(self._read(path))
+            found.append(
+                slot_values.read(path, self.architecture, part=self.part, head=self._head())
+            )
             # Each rank reads slices of its own: of the same file, or they would never fit.
-            return {**vars(found[0][0]), "contents": adapters.AdapterFile(path).digest()}
+            return {**vars(found[0].config), "contents": adapters.AdapterFile(path).digest()}
 
         self._agree("load_slot", name, facts)
         self._put(name, *found[0])
@@ -241,17 +209,20 @@ class Slots:
 
     def snapshot(self, name: str) -> SlotSnapshot:
         """Copies of this rank's values; see ``TrainerRank.snapshot_slot``."""
-        slot = self.get(name)
-        return SlotSnapshot(
-            slot.config, {factor: copied(value) for factor, value in slot.values.items()}
-        )
+        return snapshot_of(self.get(name))
 
     def restore(self, name: str, snapshot: SlotSnapshot) -> None:
         """Set this rank's values to those of a snapshot; see ``TrainerRank.restore_slot``."""
+
+        def facts() -> dict[str, Fact]:
+            slot = self.get(name)
+            check_snapshot(snapshot, name, slot)
+            return _facts({"name": name, "configuration": slot.config})
+
         agreement.agree_on_values(
             "restore_slot",
-            lambda: _facts({"name": name, **self._check_snapshot(name, snapshot)}),
-            lambda: self._with_cuts(name, snapshot),
+            facts,
+            lambda: with_cuts(snapshot, self._slots[name]),
             self.groups,
             self.device,
         )
@@ -278,71 +249,18 @@ class Slots:
         """Raise on every rank where one of them refuses, or was given something else."""
         agreement.agree(call, lambda: _facts({"name": name, **given()}), self._world)
 
-    def _factors(self, config: AdapterConfig) -> dict[str, Factor]:
-        return {one.name: one for one in lora.factors(config, self.architecture)}
+    def _head(self) -> Tensor:
+        """This rank's rows of the model's own head, and their padding."""
+        tied = self.architecture.tied
+        layer = self._model.embedding.word_embeddings if tied else self._model.output_layer
+        weight: Tensor = layer.weight
+        return weight
 
     def _check_free(self, name: str) -> None:
         check_name(name)
         if name in self._slots:
             raise ValueError(
                 f"slot {name!r} exists; remove_slot({name!r}) first, or load_slot to replace it"
-            )
-
-    def _check_snapshot(self, name: str, snapshot: SlotSnapshot) -> dict[str, object]:
-        slot = self.get(name)
-        check_snapshot(snapshot)
-        shapes = {factor: value.shape for factor, value in slot.values.items()}
-        found = {factor: value.shape for factor, value in snapshot.values.items()}
-        if (slot.config, shapes) != (snapshot.config, found):
-            raise ValueError(
-                f"the snapshot is of {snapshot.config}, slot {name!r} is {slot.config}; restore "
-                "it into a slot of the same configuration, on the topology that it was taken on"
-            )
-        return {"configuration": slot.config}
-
-    def _with_cuts(self, name: str, snapshot: SlotSnapshot) -> dict[str, tuple[Tensor, bool]]:
-        """Values of a snapshot, and whether tensor parallelism cuts each."""
-        return {
-            factor: (snapshot.values[factor], one.dim is not None)
-            for factor, one in self._slots[name].factors.items()
-        }
-
-    def _drawn(self, slot: str, config: AdapterConfig, factory: Factory) -> Tensor:
-        """The whole factors, end to end, in the dtype of the run."""
-        pieces = []
-        for name, factor in self._factors(config).items():
-            value = _made(factory, slot, name, factor.shape)
-            if tuple(value.shape) != factor.shape:
-                raise ValueError(
-                    f"slot {slot!r}: the factory returned shape {list(value.shape)} for {name}; "
-                    f"expected {list(factor.shape)}"
-                )
-            pieces.append(value.detach().to(device=self.device, dtype=self.dtype).flatten())
-        return torch.cat(pieces)
-
-    def _read(self, directory: Path) -> tuple[AdapterConfig, dict[str, Factor], dict[str, Tensor]]:
-        config = adapters.read_config(directory)
-        factors = self._factors(config)
-        file = adapters.AdapterFile(directory)
-        shapes: dict[str, tuple[int, ...]] = {name: one.shape for name, one in factors.items()}
-        copied_head = _HEAD_COPY in file.shapes and "lm_head" in config.targets
-        if copied_head:
-            shapes[_HEAD_COPY] = (self.architecture.vocabulary, self.architecture.hidden)
-        file.check(shapes)
-        if copied_head:
-            self._check_head(file)
-        return config, factors, {n: read_slice(file, one, self.part) for n, one in factors.items()}
-
-    def _check_head(self, file: adapters.AdapterFile) -> None:
-        """Refuse an adapter that brings another head than the checkpoint's."""
-        tied = self.architecture.tied
-        layer = self._model.embedding.word_embeddings if tied else self._model.output_layer
-        copy = file.read(_HEAD_COPY, dim=0, part=self.part).to(self.device, self.dtype)
-        if not torch.equal(copy, layer.weight.detach()[: len(copy)]):
-            raise ValueError(
-                f"{file.path} brings a head of its own ({_HEAD_COPY}), which differs from the "
-                "checkpoint's; save the adapter with save_embedding_layers=False, or build the "
-                "trainer on the model that it was trained with"
             )
 
     def _put(
@@ -377,22 +295,6 @@ def _facts(given: Mapping[str, object]) -> dict[str, Fact]:
     return {key: Fact(text.encode(), text) for key, text in texts.items()}
 
 
-class _Initial:
-    """PEFT's initialisation: A within 1 / sqrt(in), B zero."""
-
-    def __init__(self, slot: str) -> None:
-        self.slot = slot
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Values of one factor, drawn without touching torch's own generator."""
-        value = torch.zeros(shape)
-        if not name.endswith("lora_A"):
-            return value
-        seed = zlib.crc32(f"{torch.initial_seed()}/{self.slot}/{name}".encode())
-        bound = shape[1] ** -0.5
-        return value.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
-
-
 def check_name(name: str) -> None:
     """Refuse a slot's name that could not be part of a gradient's.
 
@@ -406,99 +308,11 @@ def check_name(name: str) -> None:
         )
 
 
-def check_factory(factory: object) -> None:
-    """Refuse what can't be called.
-
-    Raises:
-        TypeError: it is no function, and not None.
-    """
-    if factory is not None and not callable(factory):
-        raise TypeError(
-            f"factory is {shown(factory)}; expected a function (name, shape) -> tensor, or None "
-            "for fresh values"
-        )
-
-
-def check_snapshot(snapshot: object) -> None:
-    """Refuse what is no snapshot.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if not isinstance(snapshot, SlotSnapshot):
-        raise TypeError(
-            f"snapshot is {shown(snapshot)}; expected what snapshot_slot returned (load_slot reads "
-            "files)"
-        )
-
-
-def directory_of(directory: object) -> Path:
-    """The directory of an adapter.
-
-    Raises:
-        TypeError: it is no path.
-    """
-    if not isinstance(directory, str | os.PathLike):
-        raise TypeError(
-            f"directory is {shown(directory)}; expected the path of a directory, as text or a Path"
-        )
-    return Path(directory)
-
-
-def _made(factory: Factory, slot: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """What the caller's factory returns for one factor.
-
-    Raises:
-        TypeError: it can't be called with a name and a shape, or returns no tensor.
-    """
-    expected = f"expected a function (name, shape) -> tensor of shape {list(shape)}"
-    try:
-        value: object = factory(name, shape)
-    except TypeError as error:
-        # Most often it takes other arguments, of which Python says neither whose nor why.
-        raise TypeError(f"slot {slot!r}: the factory failed on {name}: {error}; {expected}") from (
-            error
-        )
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"slot {slot!r}: the factory returned {shown(value)} for {name}; {expected}"
-        )
-    return value
-
-
 def choose(slots: Slots, name: str | None) -> Slot | None:
     """The slot that a forward asked for; None for the bare model."""
     return None if name is None else slots.get(name)
 
 
-def changes_of(slot: Slot) -> Callable[[], str]:
-    """A function that says whether the slot is gone or its values were changed since this call."""
-    versions = {name: value._version for name, value in slot.values.items()}
-
-    def changed() -> str:
-        found = [name for name, value in slot.values.items() if value._version != versions[name]]
-        if slot.owner.gone or not found:
-            return slot.owner.gone
-        return f"{found[0]} of {slot.owner.what} was changed in place"
-
-    return changed
-
-
-def scale_of(config: AdapterConfig) -> float:
-    """What the product of a slot's factors is multiplied by: its own alpha over its own rank."""
-    return config.scale
-
-
 def reduce_factor(gradient: Tensor, factor: Factor, groups: Groups) -> Tensor:
     """Sum a factor's gradient over CP and DP, and over TP where each rank has a partial sum."""
     return reductions.reduce_weight(gradient, groups, over_tp=lora.partial_over_tp(factor))
-
-
-def read_slice(file: adapters.AdapterFile, factor: Factor, part: tuple[int, int]) -> Tensor:
-    """Slice ``part[0]`` of ``part[1]`` of a factor of a file."""
-    return file.read(factor.name, dim=factor.dim, part=part)
-
-
-def copied(value: Tensor) -> Tensor:
-    """The values, in memory of their own."""
-    return value.detach().clone()

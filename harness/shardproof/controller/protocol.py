@@ -432,10 +432,15 @@ def _late_teardown(item: pytest.Item, errors: list[str]) -> pytest.TestReport:
     return simple_report(item, when="teardown", outcome="failed", longrepr=text)
 
 
+_PUBLIC = (
+    *("name", "kind", "numel", "ratio", "row_ratio", "gate", "row_gate", "floor", "norm"),
+    "outcome",
+)
+
+
 def _public(verdict: dict[str, Any]) -> dict[str, Any]:
     """The fields of a verdict that run.jsonl documents."""
-    keys = ("name", "kind", "numel", "ratio", "row_ratio", "gate", "floor", "norm", "outcome")
-    return {key: verdict.get(key) for key in keys}
+    return {key: verdict.get(key) for key in _PUBLIC}
 
 
 def _remove(reference: Reference) -> None:

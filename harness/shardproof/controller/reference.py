@@ -98,7 +98,7 @@ def _floors(
             return
         if summary["wanted"] <= wanted:
             return
-        # The first runs moved a tensor along nearly one line, so it scatters as a scalar does.
+        # So few runs would need a wide gate somewhere.
         _run_all(pool, reference, start, labels, _noise(wanted, summary["wanted"]))
         wanted = summary["wanted"]
 

@@ -230,6 +230,12 @@ class NoiseMode(TorchDispatchMode):
         result: Any,
     ) -> None:
         """Note what became tainted, and what fell to a lower precision."""
+        if known.views:
+            # Its storage is known. One number by itself needs to be told from a constant.
+            for value in tensors(result):
+                if value.dim() == 0:
+                    REGISTRY.mark_tainted(value)
+            return
         outputs = _results(known, args, kwargs, result, clean, steady=True)
         for value in outputs:
             REGISTRY.mark_tainted(value)

@@ -134,6 +134,8 @@ class Traits:
     """Written arguments that are not perturbed."""
     returns_view: bool
     foreach: bool
+    views: bool
+    """It only looks at a storage otherwise: what it returns is as tainted as what it was given."""
 
     def written(
         self, args: Sequence[object], kwargs: Mapping[str, object]
@@ -191,10 +193,11 @@ def _read(op: OpOverload) -> Traits:
     steady = _UNPERTURBED_ARGUMENTS.get(name, frozenset())
     if name.startswith("_fused_"):
         steady = _COUNTERS
+    kind = _kind(op, namespace, name, returns_view)
     return Traits(
         name=name,
         namespace=namespace,
-        kind=_kind(op, namespace, name, returns_view),
+        kind=kind,
         composite=torch._C._dispatch_has_kernel_for_dispatch_key(
             op.name(), "CompositeImplicitAutograd"
         ),
@@ -204,6 +207,7 @@ def _read(op: OpOverload) -> Traits:
         steady=steady,
         returns_view=returns_view,
         foreach=name.startswith("_foreach_"),
+        views=returns_view and kind is Kind.EXACT and not writes and not outs,
     )
 
 

@@ -13,7 +13,7 @@ from .blocks import blocks
 from .compare import Yardstick, masks
 from .fingerprint import widen
 from .floors import freedom, pooled, row_freedom
-from .gates import FEW_RUNS, MANY_RUNS, SMALL, gate
+from .gates import FEW_RUNS, MANY_RUNS, SMALL, WIDE_GATE, gate
 from .records import Measured, plain
 from .reference import FORMAT, load_index, read_reference, stored_shape
 from .steadiness import NoiseFiles, failure, noise_runs_of, noted, repeat_failures
@@ -21,33 +21,31 @@ from .store import Reader, StoreError, Writer, write_index
 from .vacuity import ZEROS, also_accepted
 from .values import dtype_of, real_dtype, unit_roundoff
 
-UNSURE = 1.5
-"""Below this many degrees of freedom, as measured by three runs, eight are worth their time."""
-
 
 def reference_needs(reference_dir: Path) -> int:
-    """How many noise runs the reference wants: 0, 3, or 8.
+    """How many noise runs the reference wants at first: 0, 3, or 8.
 
-    Eight where anything of fewer than four floating numbers is observed. Called again after the
-    first noise runs it also asks for eight where they move a tensor along (nearly) one line, since
-    such an error scatters as a scalar's does.
+    Eight where anything of fewer than four floating numbers is observed. ``finish_reference`` then
+    tells whether three were enough.
 
     Raises:
         StoreError: the reference run did not finish.
     """
-    entries = read_reference(reference_dir)
-    noisy = [entry for entry in entries if _noisy(entry)]
+    noisy = [entry for entry in read_reference(reference_dir) if _noisy(entry)]
     if not noisy:
         return 0
-    if any(entry.numel < SMALL for entry in noisy):
-        return MANY_RUNS
-    runs = noise_runs_of(reference_dir)
-    if len(runs) >= 2:
-        for entry in noisy:
-            found = [run.sketch(entry.name) for run in runs if run.measured(entry)]
-            if len(found) >= 2 and freedom(found) < UNSURE:
-                return MANY_RUNS
-    return FEW_RUNS
+    return MANY_RUNS if any(entry.numel < SMALL for entry in noisy) else FEW_RUNS
+
+
+def _enough(entries: list[Measured], runs: int) -> bool:
+    """Whether so many noise runs give no value a wide gate.
+
+    Errors that move along (nearly) one line, of a whole or of one row in it, scatter as a scalar's
+    do: three draws may all be small by chance, and only a wide gate allows for that.
+    """
+    return runs >= MANY_RUNS or all(
+        max(entry.gate, entry.row_gate) <= WIDE_GATE for entry in entries if _noisy(entry)
+    )
 
 
 def _noisy(entry: Measured) -> bool:
@@ -105,7 +103,7 @@ def finish_reference(reference_dir: Path, *, noise_runs: int) -> dict[str, objec
         "observations": len(entries),
         "scalars": any(entry.floating and entry.numel == 1 for entry in entries),
         "noise_runs": len(runs),
-        "wanted": reference_needs(reference_dir),
+        "wanted": len(runs) if _enough(entries, len(runs)) else MANY_RUNS,
         "vacuous": [entry.name for entry in entries if entry.vacuous],
         "floors": [_floor_line(entry) for entry in entries],
     }
@@ -183,7 +181,10 @@ def _measure_floor(
             freedom=within, runs=math.floor(draws * independent), comparisons=rows
         )
         return
-    entry.row_gate = gate(freedom=min(float(inner), row_freedom(sketches)), runs=draws)
+    # One false alarm for all rows together, as if each were as free as the least free of them.
+    entry.row_gate = gate(
+        freedom=min(float(inner), row_freedom(sketches)), runs=draws, comparisons=rows
+    )
     floors = torch.zeros_like(row_norms) if row_sq is None else row_sq.sqrt()
     relative = floors[row_norms > 0] / row_norms[row_norms > 0]
     typical = float(relative.median()) if relative.numel() else 0.0

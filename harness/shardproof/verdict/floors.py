@@ -152,17 +152,38 @@ def _unit(vector: torch.Tensor) -> torch.Tensor | None:
 
 
 def row_freedom(sketches: Sequence[torch.Tensor]) -> float:
-    """The same within rows: mean over the sketched rows, and at most the sketch's width."""
-    squares: list[torch.Tensor] = []
+    """The same within a row, for the row with the fewest: rows must not be judged by the mean row.
+
+    Each sketched row has a mean of cos² over pairs of runs, and few pairs. So rows are drawn
+    towards the mean of all by the part of their scatter that chance explains: rows that are alike
+    keep their common value, and those that truly differ their own.
+    """
     units = []
     for sketch in sketches:
         rows = sketch.double()
         norms = rows.norm(dim=1, keepdim=True)
         units.append((rows / norms.where(norms > 0, 1.0), norms.squeeze(1) > 0))
-    for at, (one, some) in enumerate(units):
-        for other, others in units[at + 1 :]:
-            both = some & others
-            squares.append((one * other).sum(1)[both].square())
-    joined = torch.cat(squares) if squares else torch.zeros(0, dtype=torch.float64)
-    mean = float(joined.mean()) if joined.numel() else 0.0
-    return math.inf if mean == 0.0 else max(1.0, 1.0 / mean)
+    pairs = [
+        ((one * other).sum(1).square(), some & others)
+        for at, (one, some) in enumerate(units)
+        for other, others in units[at + 1 :]
+    ]
+    if not pairs:
+        return math.inf
+    squares = torch.stack([square.where(both, 0.0) for square, both in pairs]).sum(0)
+    counts = torch.stack([both for _, both in pairs]).sum(0)
+    squares, counts = squares[counts > 0] / counts[counts > 0], counts[counts > 0].double()
+    mean = float((squares * counts).sum() / counts.sum()) if counts.numel() else 0.0
+    if mean == 0.0:
+        return math.inf
+    chance = _chance(1.0 / mean) / counts
+    scatter = float(squares.var()) if squares.numel() > 1 else 0.0
+    true = max(0.0, scatter - float(chance.mean()))
+    own = mean + (squares - mean) * true / (true + chance).clamp_min(1e-300)
+    return max(1.0, 1.0 / float(own.max()))
+
+
+def _chance(freedom: float) -> float:
+    """Variance of cos² between two Gaussian vectors of so many degrees of freedom."""
+    freedom = max(1.0, freedom)
+    return 2 * (freedom - 1) / (freedom * freedom * (freedom + 2))

@@ -11,6 +11,7 @@ import importlib
 from contextlib import AbstractContextManager
 
 from subjects.trainer.faults.fault import Fault, merged, replaced
+from subjects.trainer.faults.sample import chosen
 
 FAMILIES = (
     "attention",
@@ -28,9 +29,10 @@ FAMILIES = (
 )
 """Modules of this package; a new one is a line here."""
 
-FAULTS: dict[str, Fault] = merged(
-    {family: importlib.import_module(f"{__name__}.{family}").FAULTS for family in FAMILIES}
-)
+OF_FAMILY: dict[str, dict[str, Fault]] = {
+    family: importlib.import_module(f"{__name__}.{family}").FAULTS for family in FAMILIES
+}
+FAULTS: dict[str, Fault] = merged(OF_FAMILY)
 """By what is wrong."""
 
 
@@ -45,4 +47,4 @@ def inject(name: str) -> AbstractContextManager[None]:
     return replaced(FAULTS[name])
 
 
-__all__ = ["FAMILIES", "FAULTS", "Fault", "inject", "replaced"]
+__all__ = ["FAMILIES", "FAULTS", "OF_FAMILY", "Fault", "chosen", "inject", "replaced"]

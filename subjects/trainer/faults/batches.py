@@ -122,14 +122,14 @@ def _counted_since_the_start(value: Value, op: ReduceOp, groups: Groups, *, devi
 
 
 def _divided_by_forwards(trainer: TrainerRank) -> None:
-    fresh = trainer._reduced is None
+    fresh = trainer.reduced is None
     _reduce_gradients(trainer)
     if fresh:
         for parameter in trainer.model.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad / trainer.forwards
         # What was reduced is known by its identity.
-        trainer._reduced = {
+        trainer.reduced = {
             name: (id(parameter.grad), parameter.grad._version)
             for name, parameter in trainer.model.named_parameters()
             if parameter.grad is not None

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from subjects.protocol import ReduceOp, Value
-from subjects.trainer import agreement, batches, collectives, facts, gradients, losses, reductions
+from subjects.trainer import (
+    agreement,
+    batches,
+    collectives,
+    facts,
+    forward,
+    gradients,
+    losses,
+    reductions,
+)
 from subjects.trainer.agreement import Circle, DisagreementError, Fact
 from subjects.trainer.faults.fault import Fault
 from subjects.trainer.losses import Watch
@@ -192,8 +201,8 @@ def _counts_as_floats(value: Value, op: ReduceOp, groups: Groups, *, device: Any
 
 FAULTS: dict[str, Fault] = {
     "requests are not checked before the collectives": Fault(
-        module=TrainerRank,
-        name="_check",
+        module=forward,
+        name="check",
         function=_unchecked,
         axis="any",
         case=_MEANING,

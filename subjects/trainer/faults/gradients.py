@@ -77,11 +77,11 @@ def _norm_frozen_too(trainer: TrainerRank, part: Any) -> None:
 
 
 def _kept(trainer: TrainerRank) -> None:
-    trainer._reduced = None
+    trainer.reduced = None
 
 
 def _again(trainer: TrainerRank) -> None:
-    trainer._reduced = None
+    trainer.reduced = None
     _reduce_gradients(trainer)
 
 

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from subjects.trainer import (
     admission,
     architecture,
+    build,
     collectives,
     head_chunks,
     head_gradients,
@@ -20,7 +21,6 @@ from subjects.trainer import (
     heads,
     logprobs,
     plan,
-    rank,
 )
 from subjects.trainer.architecture import Architecture
 from subjects.trainer.faults.fault import Fault
@@ -397,7 +397,7 @@ FAULTS: dict[str, Fault] = {
         shows="*.present",
     ),
     "all layers run where the first ones are asked for": Fault(
-        module=rank,
+        module=build,
         name="read_architecture",
         function=_whole,
         axis="any",

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from subjects.trainer import gather, head_chunks, logprobs, packing, plan
+from subjects.trainer import forward, gather, head_chunks, logprobs, packing, plan
 from subjects.trainer.faults.fault import Fault
 from subjects.trainer.logprobs import VocabularySlice
 from subjects.trainer.packing import PackedRows, Sharing
 from subjects.trainer.plan import LocalRows
-from subjects.trainer.rank import TrainerRank
 
 _pack = packing.pack
 _scatter_rows = gather.scatter_rows
@@ -60,8 +59,8 @@ def _struck(logits: Tensor, k: int, part: VocabularySlice) -> tuple[Tensor, Tens
     return found
 
 
-def _always_grad(trainer: TrainerRank, request: object) -> bool:
-    del trainer, request
+def _always_grad(request: object) -> bool:
+    del request
     return torch.is_grad_enabled()
 
 
@@ -133,8 +132,8 @@ FAULTS: dict[str, Fault] = {
         shows="*.logprobs",
     ),
     "no_grad keeps a graph": Fault(
-        module=TrainerRank,
-        name="_with_grad",
+        module=forward,
+        name="with_grad",
         function=_always_grad,
         axis="any",
         case="test_outputs.test_no_grad",

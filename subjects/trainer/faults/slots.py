@@ -12,20 +12,30 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from subjects.trainer import adapters, agreement, collectives, lora, slots, weights
+from subjects.trainer import (
+    adapters,
+    agreement,
+    collectives,
+    lora,
+    slot_state,
+    slot_values,
+    slots,
+    weights,
+)
 from subjects.trainer.adapters import AdapterConfig, AdapterFile
 from subjects.trainer.agreement import Fact
 from subjects.trainer.faults.fault import Fault
 from subjects.trainer.lora import Factor
 from subjects.trainer.rank import TrainerRank
 from subjects.trainer.reductions import Groups
-from subjects.trainer.slots import Slot, Slots
+from subjects.trainer.slot_state import Slot
+from subjects.trainer.slots import Slots
 
 Part = tuple[int, int]
 
 _reduce_factor = slots.reduce_factor
 _choose = slots.choose
-_read_slice = slots.read_slice
+_read_slice = slot_values.read_slice
 _put = Slots._put
 _partial_over_tp = lora.partial_over_tp
 _gather_low = lora.gather_low
@@ -196,7 +206,7 @@ def _kept(
 def _model_zeroed(self: TrainerRank) -> None:
     for parameter in self.model.parameters():
         parameter.grad = None
-    self._reduced = None
+    self.reduced = None
 
 
 def _retires_nothing(self: Slots, name: str, what: str) -> None:
@@ -348,10 +358,14 @@ FAULTS: dict[str, Fault] = {
         "step1.wide/*",
     ),
     "a rank-stabilised slot has the plain scale": _fault(
-        slots, "scale_of", _plain_scale, "test_outputs_of_slots", "*.narrow.hidden_states"
+        slot_state, "scale_of", _plain_scale, "test_outputs_of_slots", "*.narrow.hidden_states"
     ),
     "slots share the scale of one rank": _fault(
-        slots, "scale_of", _scale_of_rank_eight, "test_outputs_of_slots", "*.wide.hidden_states"
+        slot_state,
+        "scale_of",
+        _scale_of_rank_eight,
+        "test_outputs_of_slots",
+        "*.wide.hidden_states",
     ),
     "a slot's head is left out": _fault(
         Slots, "head_factors", _no_head, "test_outputs_of_slots", "*.wide.logits"
@@ -375,7 +389,7 @@ FAULTS: dict[str, Fault] = {
         lora, "gate_then_up", _up_then_gate, "test_each_target_alone", "*.gate_proj.logprobs"
     ),
     "every rank reads the first slice of a slot": _fault(
-        slots,
+        slot_values,
         "read_slice",
         _first_slice_read,
         "test_outputs_of_slots",
@@ -384,7 +398,7 @@ FAULTS: dict[str, Fault] = {
         catalogue=(89,),
     ),
     "slices of an odd head begin too early": _fault(
-        slots,
+        slot_values,
         "read_slice",
         _floor_slices,
         "test_head_of_tied_embeddings",
@@ -413,7 +427,7 @@ FAULTS: dict[str, Fault] = {
         catalogue=(86,),
     ),
     "a snapshot changes with its slot": _fault(
-        slots, "copied", _same_memory, "test_load_change_and_restore", "restored.wide/*"
+        slot_state, "copied", _same_memory, "test_load_change_and_restore", "restored.wide/*"
     ),
     "a restored slot keeps what it owned": _fault(
         Slots,
