@@ -56,6 +56,11 @@ class Results:
         terminalreporter.section("shardproof")
         for line in table(self.cells) if control is None else control_table(control, self.cells):
             terminalreporter.write_line(line)
+        if self._settings.mutants is not None:
+            from shardproof.mutants.matrix import lines_of
+
+            for line in ["", *lines_of(self.cells)]:
+                terminalreporter.write_line(line)
         falls = lower_precision(self.cells)
         if falls:
             terminalreporter.write_line("")

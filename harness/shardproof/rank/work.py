@@ -36,7 +36,8 @@ class Run:
     """One run of one item on one rank.
 
     ``next_nodeid`` is the item that this rank really runs next, None when there is none.
-    ``noise`` is the number of the noise run; ``ledger`` says whether collectives are recorded.
+    ``noise`` is the number of the noise run; ``ledger`` says whether collectives are recorded,
+    ``mutant`` which of them hand out something else (:mod:`shardproof.mutants`).
     Paths are directories made by the controller, ``rendezvous`` being the fleet's own.
     """
 
@@ -55,6 +56,7 @@ class Run:
     megatron: bool
     new_groups: bool
     ledger: bool
+    mutant: dict[str, Any] | None = None
 
 
 def to_message(kind: str, value: Run) -> dict[str, Any]:
