@@ -16,15 +16,15 @@ CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
 # controls (faults put into the trainer must be caught) or floors (of what the cases observe). The
 # whole check gives each its own lane.
 PART ?= all
-FAULTS := $(wildcard harness/tests/test_plugin_faults.py harness/tests/test_fleet_survivors.py)
+FAULTS := $(wildcard $(addprefix harness/tests/test_,plugin_faults.py fleet_survivors.py ledger_cells.py))
 AGAINST := $(wildcard harness/tests/test_against_*.py ci/tests/test_diagnostics.py)
-CONTROLS := $(wildcard subjects/tests/test_controls.py)
+CONTROL_TESTS := $(wildcard subjects/tests/test_controls.py)
 FLOORS := $(wildcard subjects/tests/test_floor_of_cases.py)
 CHOSEN_all := $(TESTED)
-CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROLS) $(FLOORS))
+CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROL_TESTS) $(FLOORS))
 CHOSEN_faults := $(FAULTS)
 CHOSEN_against := $(AGAINST)
-CHOSEN_controls := $(CONTROLS)
+CHOSEN_controls := $(CONTROL_TESTS)
 CHOSEN_floors := $(FLOORS)
 # `make parity CASES=...`: core (outputs, gradients, metrics, attention, the contract), parts (slots,
 # heads and probes, the head, micro-batches, the optimizer, files) or all.
@@ -39,7 +39,7 @@ CONTROLS ?= all
 export CONTROLS
 # `make properties EXAMPLES=...`: how many random forwards.
 EXAMPLES ?= 1000
-PROGRAMS := ci/benchmark ci/diagnostics ci/lock ci/setup ci/wheel
+PROGRAMS := ci/benchmark ci/diagnostics ci/ledger_suite ci/lock ci/setup ci/wheel
 
 # One thread a process: a cell runs as many processes as it has ranks.
 export OMP_NUM_THREADS ?= 1

@@ -39,6 +39,7 @@ class Settings:
     max_ranks: int
     preload: tuple[str, ...]
     report: Path
+    ledger: bool
     against: str | None = None
     subject: tuple[str, ...] = ()
 
@@ -87,6 +88,13 @@ def add_options(parser: pytest.Parser) -> None:
         default=DEFAULT_REPORT,
         metavar="DIR",
         help=f"where run.jsonl is written, relative to the rootdir (default: {DEFAULT_REPORT})",
+    )
+    group.addoption(
+        "--parity-ledger",
+        choices=("on", "off"),
+        default="on",
+        help="record the collectives of every rank, to name those that differ between ranks and "
+        "those in which a rank hangs (default: on)",
     )
     group.addoption(
         "--against",
@@ -166,6 +174,7 @@ def read_settings(config: pytest.Config) -> Settings:
         max_ranks=max_ranks,
         preload=preload,
         report=config.rootpath / config.getoption("--parity-report"),
+        ledger=config.getoption("--parity-ledger") == "on",
         against=config.getoption("--against"),
         subject=tuple(config.getini("shardproof_subject")),
     )

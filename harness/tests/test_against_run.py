@@ -55,6 +55,11 @@ PARENT = dedent(LOCAL_ROWS) + dedent(
         def dies(rank):
             if not rank.is_reference and rank.index == 1:
                 os._exit(3)
+
+        def reduces(rank, x):
+            import torch.distributed as dist
+            odd = not rank.is_reference and rank.index == 1
+            dist.all_reduce(x, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
         """
 )
 CHECKOUT = dedent(GATHERED) + dedent(
@@ -77,6 +82,10 @@ CHECKOUT = dedent(GATHERED) + dedent(
 
         def dies(rank):
             pass
+
+        def reduces(rank, x):
+            import torch.distributed as dist
+            dist.all_reduce(x)
 
         def added(x):
             return x + 1
@@ -110,6 +119,11 @@ CASES = """
     @pytest.mark.parity("cp2")
     def test_dies(rank):
         mine.dies(rank)
+        rank.observe("x", values(rank))
+
+    @pytest.mark.parity("cp2")
+    def test_mismatched(rank):
+        mine.reduces(rank, torch.zeros(2))
         rank.observe("x", values(rank))
 
     @pytest.mark.parity("cp2")
@@ -198,6 +212,7 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
         "test_must_be_caught cp2": "vacuous for this change",
         "test_asserts cp2": "caught",
         "test_dies cp2": "caught",
+        "test_mismatched cp2": "caught",
         "test_attribute cp2": "not runnable there",
         "test_argument_of_ranks cp2": "not runnable there",
         "test_regression cp2": "regression",
@@ -208,7 +223,7 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
         "test_skipped cp2": "not judged",
         "test_import cp2": "not runnable there",
     }
-    result.assert_outcomes(passed=11, failed=3, skipped=1, deselected=1)
+    result.assert_outcomes(passed=12, failed=3, skipped=1, deselected=1)
     text = result.stdout.str()
     lines = [
         "shardproof: against HEAD (*) 'parent', subject: mine",
@@ -236,7 +251,7 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
         "  ValueError: an empty shard",
         "not runnable there: test_new.py::test_import, cp2",
         "  ModuleNotFoundError: No module named 'mine.new'",
-        "4 caught, 3 vacuous for this change, 1 regression, 3 not runnable there, 2 error there, *",
+        "5 caught, 3 vacuous for this change, 1 regression, 3 not runnable there, 2 error there, *",
         "not caught: test_it.py::test_must_be_caught (fixes #912)",
     ]
     result.stdout.fnmatch_lines(lines)
@@ -255,6 +270,8 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
     assert "--against HEAD" in caught["against"]["there"]["message"]
     assert cells["test_asserts cp2"]["against"]["there"]["how"] == "assertion"
     assert cells["test_dies cp2"]["against"]["there"]["outcome"] == "crashed"
+    mismatched = cells["test_mismatched cp2"]["against"]["there"]
+    assert (mismatched["outcome"], mismatched["how"]) == ("mismatched collectives", "verdict")
     assert cells["test_must_be_caught cp2"]["against"]["unmet"] is True
     # Files of the other side are named by its revision, since their folder is gone.
     inside = cells["test_assertion_of_the_subject cp2"]["against"]["there"]

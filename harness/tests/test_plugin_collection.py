@@ -300,6 +300,7 @@ def test_option_surface(pytester: pytest.Pytester) -> None:
         "--parity-timeout=SECONDS",
         "--parity-fresh",
         "--parity-report=DIR",
+        "--parity-ledger={on,off}",
         "--against=REV",
     ]
     settings = [line.split()[0] for line in result.outlines if line.startswith("  shardproof_")]

@@ -93,7 +93,39 @@ def test_groups_are_kept_only_while_provably_clean(pytester: pytest.Pytester) ->
     """
     )
     result = pytester.runpytest()
+    # What was sent and never received is a mismatch, also where every value is right.
+    result.assert_outcomes(passed=4, failed=1)
+    orphan = read_run(pytester)[1][1]
+    assert orphan["outcome"] == "mismatched collectives"
+    assert "rank 0 called send(" in orphan["message"]
+    assert "rank 1 received nothing for it" in orphan["message"]
+    # Without the ledger it is no failure, and its groups are no more kept than with it.
+    result = pytester.runpytest("--parity-ledger", "off")
     result.assert_outcomes(passed=5)
+
+
+def test_groups_that_saw_different_collectives_are_not_kept(pytester: pytest.Pytester) -> None:
+    """As many operations on each rank, and equal values: only the reduce operations differ."""
+    pytester.makepyfile(
+        LAYER
+        + """
+    SEEN = []
+
+    @pytest.mark.parity("cp2")
+    @pytest.mark.parametrize("n", [1, 2, 3])
+    def test_it(rank, n):
+        rank.observe("x", torch.ones(2))
+        if rank.is_reference:
+            return
+        SEEN.append(dist.group.WORLD)
+        assert n == 1 or (SEEN[-1] is SEEN[-2]) == (n == 2)
+        odd = n == 2 and rank.coordinates["cp"] == 1
+        dist.all_reduce(torch.zeros(1), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
+    """
+    )
+    pytester.runpytest().assert_outcomes(passed=2, failed=1)
+    found = [cell["outcome"] for cell in read_run(pytester)[1]]
+    assert found == ["passed", "mismatched collectives", "passed"]
 
 
 def test_preload_that_raises_is_a_usage_error(pytester: pytest.Pytester) -> None:

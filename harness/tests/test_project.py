@@ -76,6 +76,14 @@ class TestDocuments:
         assert named <= make_targets()
         assert {"parity", "test"} <= named
 
+    @pytest.mark.parametrize("chosen", ["all", "sample:7"])
+    def test_a_choice_of_controls_is_no_path(self, chosen: str) -> None:
+        """CONTROLS says which faults are put in, to the cases alone; which file runs stays."""
+        command = ["make", "--dry-run", "test", "PART=controls", f"CONTROLS={chosen}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert "pytest subjects/tests/test_controls.py" in done.stdout
+        assert f"pytest {chosen}" not in done.stdout
+
     def test_prose_names_no_make_command(self) -> None:
         lines = ["Let one make what is made once; `make lint`.", "```", "make ARGS=x parity", "```"]
         program = ["#!/bin/sh", "# make none", "lane tidy 5 make --keep-going lint", *lines]

@@ -100,7 +100,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroups]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     made = RankGroups(0, 1)
-    made.ensure(SINGLE, tmp_path_factory.mktemp("store"), megatron=False)
+    made.ensure(SINGLE, tmp_path_factory.mktemp("store"), megatron=False, ledger=False)
     yield made
     made.close()
     torch.set_num_threads(threads)

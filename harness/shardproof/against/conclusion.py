@@ -35,16 +35,26 @@ CONCLUSIONS: Final = (
 """In the order in which they are counted."""
 
 _PASSED = ("passed", "xpassed")
-_BY_VERDICT = ("diverged", "vacuous", "invalid", "ranks disagree", "crashed", "hung", "xfailed")
+_BY_VERDICT = (
+    "diverged",
+    "vacuous",
+    "invalid",
+    "ranks disagree",
+    "mismatched collectives",
+    "crashed",
+    "hung",
+    "xfailed",
+)
 
 
 @dataclass(frozen=True)
 class Half:
     """A cell on one side.
 
-    ``how`` is by what it failed: ``verdict`` (the harness's, on values or on ranks that crash, hang
-    or disagree), ``assertion`` (the case's), ``missing API``, ``skip`` or ``error``; empty where it
-    passed. ``text`` says it in a few lines, ``types`` are the exception's, base classes included.
+    ``how`` is by what it failed: ``verdict`` (the harness's, on values, or on ranks that crash,
+    hang, disagree or call different collectives), ``assertion`` (the case's), ``missing API``,
+    ``skip`` or ``error``; empty where it passed. ``text`` says it in a few lines, ``types`` are the
+    exception's, base classes included.
     """
 
     outcome: str

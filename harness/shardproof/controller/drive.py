@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from shardproof.controller.traces import RankTrace
+from shardproof.controller.watch import INTERVAL, Watch, difference_at_end, read_all
 from shardproof.fleet import Event, Exited, Fleet, Message, wait
+from shardproof.ledger.compare import Difference
+from shardproof.ledger.page import Ledger
 from shardproof.rank.work import Run, to_message
 from shardproof.verdict import merge
 
@@ -25,6 +29,8 @@ class Drive:
         self.run = run
         self.traces = [RankTrace(rank) for rank in range(fleet.size)]
         self.verdicts: list[dict[str, Any]] | None = None
+        self.difference: Difference | None = None
+        self.ledgers: list[Ledger] = []
         self.hung = False
         self.killed = False
         self.finished = False
@@ -36,15 +42,28 @@ class Drive:
         self._reproduce = reproduce
         self._judging = False
         self._abandoned = False
+        self._watch = Watch(Path(run.cell_dir), fleet.size) if run.ledger else None
+        self._look_at = self.started + INTERVAL
         fleet.mark()
         fleet.send(None, to_message("run", run))
 
     @property
     def next_deadline(self) -> float:
         """Monotonic time at which :meth:`tick` has something to do."""
+        ends = self._ends_at
+        return min(ends, self._look_at) if self._watched else ends
+
+    @property
+    def _ends_at(self) -> float:
+        """When the run is ended by force as things stand."""
         if self._trouble_at is None or not self._stranded():
             return self._deadline
         return min(self._deadline, self._trouble_at + GRACE)
+
+    @property
+    def _watched(self) -> bool:
+        """Whether the ledgers can tell more than the ranks themselves."""
+        return self._watch is not None and self._trouble_at is None and self.fleet.size > 1
 
     def _stranded(self) -> bool:
         """Whether a rank may be waiting for one that failed, and so for ever."""
@@ -66,11 +85,27 @@ class Drive:
         self._advance()
 
     def tick(self) -> None:
-        """End the run when its limit, or the grace after a first failure, is over."""
-        if self.finished or time.monotonic() < self.next_deadline:
+        """End the run when its limit, or the grace after a first failure, is over.
+
+        Also when the ledgers show that no rank can go on.
+        """
+        if self.finished:
             return
-        self.hung = self._trouble_at is None or time.monotonic() >= self._deadline
-        self._end_by_force()
+        now = time.monotonic()
+        if now >= self._ends_at:
+            self.hung = self._trouble_at is None or now >= self._deadline
+            self._end_by_force()
+        elif self._watch is not None and self._watched and now >= self._look_at:
+            over = {trace.rank for trace in self.traces if self._part_over(trace)}
+            self.difference = self._watch.look(over, lambda: self.fleet.stacks(1.0))
+            self._look_at = time.monotonic() + INTERVAL
+            if self.difference is not None:
+                self._end_by_force()
+
+    def _part_over(self, trace: RankTrace) -> bool:
+        """Whether a rank has nothing more to say to the others, or waits for all of them."""
+        waits_for_verdict = trace.sealed is not None and self.verdicts is None
+        return trace.over or (waits_for_verdict and not self._abandoned)
 
     def _take(self, trace: RankTrace, payload: dict[str, Any], at: float) -> None:
         match payload["type"]:
@@ -134,6 +169,10 @@ class Drive:
         if kill:
             self.fleet.kill()
             self.killed = True
+        if self.run.ledger:
+            if any(trace.done is None for trace in self.traces):
+                self.ledgers = read_all(Path(self.run.cell_dir), self.fleet.size)
+            self.difference = self.difference or difference_at_end(self)
         for trace in self.traces:
             output = self.fleet.output(trace.rank)
             trace.stdout, trace.stderr = output.stdout, output.stderr

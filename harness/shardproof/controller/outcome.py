@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from shardproof.controller.drive import Drive
 from shardproof.controller.traces import RankTrace
+from shardproof.ledger.words import columns, describe_rank, headline, tails
 from shardproof.verdict import failed
 from shardproof.verdict import outcome as verdict_outcome
 
@@ -21,21 +22,26 @@ _IN_COLLECTIVE = re.compile(r"torch/distributed/|torch/_ops\.py.*c10d")
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: the outcome's name, the rank it is put down to, and a headline."""
+    """How a run ended: the outcome's name, the rank it is put down to, and a headline.
+
+    ``details`` are lines for the message beside what each rank says.
+    """
 
     outcome: str
     root: int | None = None
     headline: str = ""
     ranks: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
 
 
 def ending_of(drive: Drive) -> Ending:
     """The one outcome of a finished drive."""
     traces = drive.traces
-    lines = [f"rank {trace.rank}: {trace.describe()}" for trace in traces]
+    lines = [f"rank {trace.rank}: {_describe(drive, trace)}" for trace in traces]
+    details = tails([ledger for ledger in drive.ledgers if not traces[ledger.rank].over])
 
     def end(outcome: str, root: RankTrace, headline: str) -> Ending:
-        return Ending(outcome, root.rank, headline, lines)
+        return Ending(outcome, root.rank, headline, lines, details)
 
     crashed = [trace for trace in traces if trace.exit_text is not None]
     trouble = sorted(
@@ -45,6 +51,11 @@ def ending_of(drive: Drive) -> Ending:
     missing = [trace for trace in traces if trace.done is not None and "missing" in trace.done]
     if missing:
         return end("not started", missing[0], str(missing[0].done and missing[0].done["missing"]))
+    difference = drive.difference
+    if difference is not None:
+        text = headline(difference)
+        side_by_side = columns(difference)
+        return Ending("mismatched collectives", difference.odd, text, lines, side_by_side + details)
     if crashed:
         first = min(crashed, key=lambda trace: trace.exited_at or 0.0)
         causes = [trace for trace in trouble if not _lost_peer(trace)]
@@ -64,6 +75,16 @@ def ending_of(drive: Drive) -> Ending:
     if drive.verdicts is not None and failed(drive.verdicts):
         return Ending(verdict_outcome(drive.verdicts), _verdict_root(drive), "", lines)
     return Ending("passed", None, "", lines)
+
+
+def _describe(drive: Drive, trace: RankTrace) -> str:
+    """How a rank ended, and where it waits if it did not."""
+    text = trace.describe()
+    ledger = next((led for led in drive.ledgers if led.rank == trace.rank), None)
+    if ledger is None or trace.over or trace.sealed is not None:
+        return text
+    doing = describe_rank(ledger)
+    return f"{text}, {doing}" if doing else text
 
 
 def _disagreement_or_raise(

@@ -37,6 +37,7 @@ from shardproof.controller.reports import (
     skip_report,
 )
 from shardproof.controller.traces import raised_of
+from shardproof.controller.watch import collectives_of
 from shardproof.options import Settings
 from shardproof.rank.groups import same_counts
 from shardproof.rank.work import Run
@@ -204,6 +205,7 @@ class Controller:
             seed=self._settings.seed,
             megatron=case.options.megatron,
             new_groups=new_groups,
+            ledger=self._settings.ledger,
         )
         footer = reproduce_line(item, self._settings, topology.name)
         drive = run_to_end(Drive(fleet, run, limit=limit, reproduce=footer))
@@ -233,7 +235,9 @@ class Controller:
             self._pool.drop(drive.fleet)
             return []
         states = [(trace.done or {}).get("groups") for trace in drive.traces]
-        if not all(states) or not same_counts([state for state in states if state]):
+        same = all(states) and same_counts([state for state in states if state])
+        # Ranks that called different things may leave as many operations behind on each of them.
+        if drive.difference is not None or not same:
             self._unclean.add(size)
         return self._pool.retire(drive.fleet) if self._settings.fresh else []
 
@@ -254,6 +258,7 @@ class Controller:
                 seed=self._settings.seed,
                 megatron=case.options.megatron,
                 new_groups=False,
+                ledger=False,
                 **paths,
             )
 
@@ -372,6 +377,8 @@ class Controller:
             "seconds": round(drive.seconds, 4) if drive else 0.0,
             "observations": [_public(verdict) for verdict in (drive and drive.verdicts) or []],
         }
+        if drive is not None and drive.run.ledger:
+            result["collectives"] = collectives_of(drive)
         if reference is not None:
             result["reference_seconds"] = round(reference.seconds, 4)
             if reference.fallen:

@@ -34,6 +34,8 @@ def reproduce_line(item: pytest.Item, settings: Settings, topology: str) -> str:
         words += ["--parity-dtype", settings.dtype]
     if settings.seed != 0:
         words += ["--parity-seed", str(settings.seed)]
+    if not settings.ledger:
+        words += ["--parity-ledger", "off"]
     if settings.against is not None:
         words += ["--against", settings.against]
     if settings.timeout != DEFAULT_TIMEOUT:
@@ -87,6 +89,8 @@ def _failing_phase(drive: Drive, ending: Ending) -> str | None:
     report = root.failed_body or root.skipped_body
     if report is not None:
         return str(report["when"])
+    if ending.outcome == "mismatched collectives" and root.done is not None:
+        return "call"  # found when all was over, most often of the body
     if root.phase in ("setup", "not started") and root.reports.get("setup") is None:
         return "setup"
     return "call" if root.phase != "teardown" or "call" not in root.reports else "teardown"
@@ -109,7 +113,9 @@ def _failure(
     root = drive.traces[ending.root or 0]
     data = root.reports.get(when)
     split = ending.outcome == "ranks disagree" and drive.verdicts is None
-    if data is not None and data["outcome"] != "passed" and not split:
+    if ending.outcome == "mismatched collectives":
+        report = _mismatch(item, drive, ending, when, footer)
+    elif data is not None and data["outcome"] != "passed" and not split:
         report = _from_rank(item, data)
         if report.outcome == "failed" and drive.verdicts is None:
             report.longrepr = _annotated(report.longrepr, _summary(drive, ending, footer))
@@ -121,6 +127,19 @@ def _failure(
         report = simple_report(item, when=when, outcome="failed", longrepr=text)
         report.duration = drive.seconds
     _add_output(report, drive)
+    return report
+
+
+def _mismatch(
+    item: pytest.Item, drive: Drive, ending: Ending, when: str, footer: str
+) -> pytest.TestReport:
+    """What ranks called comes first; what they raised or computed is its consequence."""
+    text = f"{ending.outcome}: {ending.headline}\n\n{_summary(drive, ending, footer)}"
+    failed = [trace for trace in drive.traces if trace.failed_body is not None]
+    if failed:
+        text += f"\n\nrank {failed[0].rank} then failed:\n{failing_text(failed[0])}"
+    report = simple_report(item, when=when, outcome="failed", longrepr=text)
+    report.duration = drive.seconds
     return report
 
 
@@ -172,6 +191,7 @@ def _summary(drive: Drive, ending: Ending, footer: str) -> str:
     if ending.root is not None and ending.headline:
         lines.append(f"root: rank {ending.root}; {ending.headline.splitlines()[0]}")
     lines += ending.ranks
+    lines += ending.details
     for trace in drive.traces:
         if trace.stack is not None:
             lines += [f"stack of rank {trace.rank}:", trace.stack.rstrip()]

@@ -3,7 +3,8 @@
 A kept group is clean when nothing of an earlier case can still be on its wire: the case ended on
 every rank, every member counts the same number of operations on it, and no point-to-point
 operation was used (an orphan send would be received by a later case). The controller compares the
-counts; this module reports them.
+counts; this module reports them. The ledger counts point-to-point operations as it records them;
+without it they are counted by themselves.
 """
 
 from __future__ import annotations
@@ -66,12 +67,16 @@ class RankGroups:
     _store: dist.Store | None = None
     _generation: int = 0
 
-    def ensure(self, topology: Topology, rendezvous: Path, *, megatron: bool) -> TopologyGroups:
+    def ensure(
+        self, topology: Topology, rendezvous: Path, *, megatron: bool, ledger: bool
+    ) -> TopologyGroups:
         """Groups for ``topology``; the world is made when there is none.
 
-        ``rendezvous`` is a private directory of this fleet.
+        ``rendezvous`` is a private directory of this fleet; ``ledger`` says whether the case's
+        operations are recorded, and point-to-point operations counted, elsewhere.
         """
-        _watch_point_to_point()
+        if not ledger:
+            _watch_point_to_point()
         gloo.share_device()
         if self.world is None:
             dist.init_process_group(
@@ -125,8 +130,12 @@ class RankGroups:
         )
         return TopologyGroups(by_axis, mesh)
 
-    def end_case(self, *, megatron: bool) -> dict[str, Any]:
+    def end_case(self, *, megatron: bool, messages: int = 0) -> dict[str, Any]:
         """Drop the groups that the case made; say what the controller needs to judge cleanness.
+
+        Args:
+            megatron: whether the case had megatron-core's parallel state.
+            messages: point-to-point operations that the ledger recorded.
 
         Returns:
             ``intact``: the kept groups still exist and nothing of the case's was point to point.
@@ -149,7 +158,8 @@ class RankGroups:
             if group in existing and len(members) > 1:
                 key = f"{group.group_name}@{'-'.join(map(str, members))}"
                 counts[key] = cast("Any", group)._get_sequence_number_for_group()
-        intact = _usage.point_to_point == self._point_to_point and self._kept <= set(existing)
+        used = _usage.point_to_point - self._point_to_point + messages
+        intact = used == 0 and self._kept <= set(existing)
         return {"intact": intact, "counts": counts}
 
     def close(self) -> None:

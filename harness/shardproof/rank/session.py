@@ -19,6 +19,8 @@ from _pytest.outcomes import OutcomeException
 from shardproof.against.redirect import keep_first
 from shardproof.against.subject import from_data
 from shardproof.fleet import STOP, Channel, ChannelClosed
+from shardproof.ledger import kernels
+from shardproof.ledger.axes import AxisNames
 from shardproof.noise import NoiseMode
 from shardproof.rank.context import Rank
 from shardproof.rank.groups import RankGroups
@@ -188,7 +190,12 @@ class RankSession:
         finally:
             self._hooks.active = None
             del self._config.stash[CURRENT]
-            ended: dict[str, Any] = {"groups": self._groups.end_case(megatron=run.megatron)}
+            ledger, messages = kernels.end() or (None, 0)
+            ended: dict[str, Any] = {
+                "groups": self._groups.end_case(megatron=run.megatron, messages=messages)
+            }
+            if ledger is not None:
+                ended["ledger"] = ledger
             ended.update(self._hooks.loaded())
             state.restore()
         if run.role == "noise" and self._noise is not None:
@@ -206,7 +213,11 @@ class RankSession:
             self._groups.close()
         dtype = getattr(torch, run.dtype)
         topology: Topology = parse_topology(run.topology, self._axes)
-        groups = self._groups.ensure(topology, Path(run.rendezvous), megatron=run.megatron)
+        groups = self._groups.ensure(
+            topology, Path(run.rendezvous), megatron=run.megatron, ledger=run.ledger
+        )
+        if run.ledger:
+            kernels.begin(Path(run.cell_dir), self._rank, AxisNames(topology, self._rank))
         if dtype in (torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
         seed_everything(run.seed)

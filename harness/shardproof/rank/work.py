@@ -36,8 +36,8 @@ class Run:
     """One run of one item on one rank.
 
     ``next_nodeid`` is the item that this rank really runs next, None when there is none.
-    ``noise`` is the number of the noise run. Paths are directories made by the controller,
-    ``rendezvous`` being the fleet's own.
+    ``noise`` is the number of the noise run; ``ledger`` says whether collectives are recorded.
+    Paths are directories made by the controller, ``rendezvous`` being the fleet's own.
     """
 
     nodeid: str
@@ -54,6 +54,7 @@ class Run:
     seed: int
     megatron: bool
     new_groups: bool
+    ledger: bool
 
 
 def to_message(kind: str, value: Run) -> dict[str, Any]:

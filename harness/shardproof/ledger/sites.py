@@ -1,0 +1,85 @@
+"""Where user code called an operation: the first frame outside torch, megatron and this plugin."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+from typing import Final
+
+_PACKAGES: Final = ("torch", "megatron")
+_REMEMBERED: Final = 20_000
+
+
+class Sites:
+    """Finds call sites; what a code object is and what a line is called is looked up once."""
+
+    def __init__(self) -> None:
+        self._inner = _inner_folders()
+        # By identity: the hash of a code object is made of all its instructions, each time. What
+        # is remembered keeps its code, so that no other takes its place.
+        self._is_inner: dict[int, tuple[bool, CodeType]] = {}
+        self._texts: dict[tuple[CodeType, int], str] = {}
+
+    def find(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
+        """Code and line of the first frame of user code from ``frame`` outwards.
+
+        None where there is none, as on a thread of the autograd engine.
+        """
+        inner = self._is_inner
+        while frame is not None:
+            code = frame.f_code
+            known = inner.get(id(code)) or self._learn(code)
+            if not known[0]:
+                return code, frame.f_lineno
+            frame = frame.f_back
+        return None
+
+    def text(self, site: tuple[CodeType, int] | None) -> str:
+        """``file:line in function``, the file relative to the working directory if it is below."""
+        if site is None:
+            return "a thread without user code"
+        found = self._texts.get(site)
+        if found is None:
+            code, line = site
+            path = code.co_filename
+            here = os.getcwd() + os.sep  # noqa: PTH109 - a prefix of strings is wanted
+            found = f"{path.removeprefix(here)}:{line} in {code.co_qualname}"
+            if len(self._texts) >= _REMEMBERED:
+                self._texts.clear()
+            self._texts[site] = found
+        return found
+
+    def _learn(self, code: CodeType) -> tuple[bool, CodeType]:
+        if len(self._is_inner) >= _REMEMBERED:
+            self._is_inner.clear()
+        path = code.co_filename
+        # <frozen importlib>, <string>, <eval_with_key>: code that somebody generated.
+        inner = path.startswith(("<", *self._inner)) or "torchinductor_" in path
+        known = self._is_inner[id(code)] = (inner, code)
+        return known
+
+
+def _inner_folders() -> tuple[str, ...]:
+    """Folders of code that calls operations for others; the standard library passes calls on."""
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    folders = [here]
+    for package in _PACKAGES:
+        try:
+            spec = importlib.util.find_spec(package) if package not in sys.modules else None
+            module = sys.modules.get(package)
+            places = list(getattr(module, "__path__", ())) if module is not None else []
+            if spec is not None:
+                places = list(spec.submodule_search_locations or ())
+        except (ImportError, ValueError):
+            places = []
+        folders += places
+    library = sysconfig.get_path("stdlib")
+    inside = [folder + os.sep for folder in folders]
+    # site-packages lies below the standard library, and is user code.
+    return (*inside, *(os.path.join(library, part) for part in _LIBRARY))  # noqa: PTH118
+
+
+_LIBRARY: Final = ("contextlib.py", "functools.py", "concurrent" + os.sep, "threading.py")
