@@ -16,6 +16,9 @@ CAUGHT = ("diverged", "nan", "replicas differ", "missing", "extra", "coverage")
 """Outcomes of an observation that say that its value is wrong."""
 
 _RAISED = "raised: "
+# Where nothing was refused, ranks may go on to call different things: that is named first, and what
+# the case then says stands below it.
+_FAILED = ("raised", "mismatched collectives")
 
 
 def judge(fault: Fault, cell: Mapping[str, Any]) -> str:
@@ -30,7 +33,7 @@ def judge(fault: Fault, cell: Mapping[str, Any]) -> str:
         return "survived: the case passed with the fault in"
     if fault.shows.startswith(_RAISED):
         words = fault.shows.removeprefix(_RAISED)
-        if outcome != "raised":
+        if outcome not in _FAILED:
             return f"misjudged: the case ended as {outcome}, expected raised\n{message}"
         return "killed" if words in message else f"misattributed: not {words!r} in\n{message}"
     if outcome != "diverged":
