@@ -200,8 +200,8 @@ def _mutants(config: pytest.Config) -> Choice | None:
     ):
         if wanted:
             raise pytest.UsageError(
-                f"--mutants can't be used with {option}: the ledger is what breaks a collective, and "
-                "one run answers one question; leave one of them out"
+                f"--mutants can't be used with {option}: the ledger is what breaks a collective, "
+                "and one run answers one question; leave one of them out"
             )
     try:
         return read_choice(text)

@@ -266,6 +266,7 @@ class Controller:
             megatron=case.options.megatron,
             new_groups=new_groups,
             ledger=self._settings.ledger,
+            callers=self._campaign is not None,
             mutant=None if mutant is None else mutant.message(),
         )
         footer = reproduce_line(item, self._settings, topology.name)

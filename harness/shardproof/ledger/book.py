@@ -84,6 +84,7 @@ class Book:
         rank: number of this rank.
         axis_of: what a group of these ranks is called.
         sites: finds call sites.
+        callers: a call site is told apart by its callers too.
     """
 
     def __init__(
@@ -92,11 +93,14 @@ class Book:
         rank: int,
         axis_of: Callable[[tuple[int, ...]], str],
         sites: Sites,
+        *,
+        callers: bool = False,
     ) -> None:
         self._directory = directory
         self._rank = rank
         self._axis_of = axis_of
         self._sites = sites
+        self._callers = callers
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
         self._groups: dict[str, Group] = {}
@@ -117,13 +121,13 @@ class Book:
             if operation.inputs != operation.outputs:
                 inputs = tensors(args, operation.inputs)
                 handed_in = tuple([(t.shape, t.dtype) for t in inputs])
-        site = self._sites.find(frame)
+        site = self._sites.path(frame) if self._callers else self._sites.find(frame)
         backward = torch._C._current_graph_task_id() != -1
         process_group = dist.ProcessGroup.unbox(args[operation.group])
         name = process_group.group_name
         reduced = -1 if operation.reduce_op is None else args[operation.reduce_op].op()
         numbers = tuple([args[position] for position in operation.numbers])
-        place = None if site is None else (id(site[0]), site[1])
+        place = self._place(site)
         key = (name, operation.schema, reduced, numbers, handed_out, handed_in, place, backward)
         with self._lock:
             call = self._calls.get(key)
@@ -137,13 +141,24 @@ class Book:
                     handed_out=handed_out,
                     handed_in=handed_in,
                     reduced=reduced,
-                    site=self._sites.text(site),
+                    site=self._words(site),
                     backward=backward,
                 )
                 call = self._learn(key, described, group, site)
             if operation.is_message:
                 self.messages += 1
             return self._write(call, backward=backward), outputs
+
+    def _place(self, site: Any) -> Any:
+        """A call site by identity, which is cheaper to look up than by the hash of its code."""
+        if not site:
+            return None
+        if self._callers:
+            return tuple([(id(code), line) for code, line in site])
+        return id(site[0]), site[1]
+
+    def _words(self, site: Any) -> str:
+        return self._sites.path_text(site) if self._callers else self._sites.text(site)
 
     def change(self, number: int, at: int, state: int, ended: float = 0.0) -> None:
         """Set the state of an entry that the ring still holds."""

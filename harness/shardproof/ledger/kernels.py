@@ -75,14 +75,18 @@ def begin(
     rank: int,
     axis_of: Callable[[tuple[int, ...]], str],
     mutation: Mutation | None = None,
+    *,
+    callers: bool = False,
 ) -> None:
     """Open the book of a cell, in which ``mutation`` is at work.
+
+    With ``callers`` a call site is told apart by its callers too.
 
     Raises:
         LedgerError: torch has operations that the ledger does not know.
     """
     install()
-    _state.book = Book(directory, rank, axis_of, _state.sites)
+    _state.book = Book(directory, rank, axis_of, _state.sites, callers=callers)
     _state.mutation = mutation
 
 

@@ -108,7 +108,7 @@ def _judged(mutant: Mutant, case: str, topology: str, drive: Drive, ending: Endi
     elif ending.outcome == "passed":
         result = "survived" if changed else "equivalent"
     elif ending.outcome in _RAISED:
-        result, by = "refused", (_last_line(drive, ending),)
+        result, by = "refused", (drive.traces[ending.root or 0].describe(),)
     else:
         result, by = "not judged", (ending.headline,)
     return Trial(
@@ -129,10 +129,3 @@ def _largest(verdicts: Sequence[dict[str, Any]]) -> float | None:
     ratios = [one[key] for one in verdicts for key in ("ratio", "row_ratio")]
     known = [float(one) for one in ratios if isinstance(one, int | float)]
     return max(known, default=None)
-
-
-def _last_line(drive: Drive, ending: Ending) -> str:
-    report = drive.traces[ending.root or 0].failed_body
-    text = str(report.get("longrepr")) if report is not None else ending.headline
-    lines = [line.strip() for line in text.splitlines() if line.startswith("E ")]
-    return (lines[-1].removeprefix("E").strip() if lines else ending.headline)[:200]

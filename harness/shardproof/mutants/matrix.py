@@ -38,9 +38,11 @@ def lines_of(cells: Iterable[Mapping[str, Any]]) -> list[str]:
         return ["no mutant was tried: no cell that passed calls a collective that was chosen"]
     counts = Counter((trial["kind"], trial["result"]) for trial in trials)
     rows = [["mutant", *RESULTS]]
-    for kind in KINDS:
-        if any(counts[kind, result] for result in RESULTS):
-            rows.append([kind, *(str(counts[kind, result] or "-") for result in RESULTS)])
+    rows += [
+        [kind, *(str(counts[kind, result] or "-") for result in RESULTS)]
+        for kind in KINDS
+        if any(counts[kind, result] for result in RESULTS)
+    ]
     totals = Counter(trial["result"] for trial in trials)
     rows.append(["all", *(str(totals[result] or "-") for result in RESULTS)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -82,12 +82,12 @@ class Mutation:
             chunks = _chunks(operation, args, group.size())
             call = Call(operation, group, kept, outputs, chunks, before, self._reduce_op)
             true = [tensor.clone() for tensor in outputs]
-            self._change(call, true)
+            self._change(call)
             self.changed += not all(map(_same, true, outputs))
             self._last = true
         return result
 
-    def _change(self, call: Call, true: list[Tensor]) -> None:
+    def _change(self, call: Call) -> None:
         if self._kind == names.STALE:
             _stale(call, self._last)
             return
@@ -209,6 +209,10 @@ def _one_element(call: Call) -> None:
         at = tuple(length // 2 for length in output.shape)
         if output.dtype is torch.bool:
             output[at] = not bool(output[at])
+        elif output.dtype is torch.uint8:
+            # Bytes of something else: one alone may be the last digit of a number.
+            middle = output.view(-1)[output.numel() // 2 :][:8]
+            middle.copy_(middle ^ 0x10)
         elif output.is_floating_point() or output.is_complex():
             finite = output.abs().nan_to_num(0.0, 0.0, 0.0).max()
             output[at] = output[at] + (finite if float(finite) > 0 else 1.0)

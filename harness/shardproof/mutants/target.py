@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -55,6 +56,7 @@ KINDS: Final[Mapping[str, frozenset[str]]] = {
 }
 """What may be wrong with a result, and the operations of which."""
 
+_LINE: Final = re.compile(r":\d+(?= in )")
 _REDUCTIONS: Final = ("SUM", "MAX")
 
 
@@ -95,9 +97,7 @@ class Mutant:
     @property
     def name(self) -> str:
         """The same on every topology where the axis has that name, whatever line it is on."""
-        place, _, function = self.target.site.partition(" in ")
-        path = place.rpartition(":")[0] or place
-        where = f"{path} in {function}" if function else place
+        where = _LINE.sub("", self.target.site)
         phase = "backward" if self.target.backward else "forward"
         return f"{self.kind}: {self.target.operation} over {self.target.axis} ({phase}) {where}"
 

@@ -225,7 +225,9 @@ class RankSession:
         if run.ledger:
             self._mutation = None if run.mutant is None else Mutation(Mutant.of(run.mutant))
             names = AxisNames(topology, self._rank)
-            kernels.begin(Path(run.cell_dir), self._rank, names, self._mutation)
+            kernels.begin(
+                Path(run.cell_dir), self._rank, names, self._mutation, callers=run.callers
+            )
         if dtype in (torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
         seed_everything(run.seed)
