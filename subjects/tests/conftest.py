@@ -4,6 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# The gate must not change from one run to the next, and no test measures time.
+settings.register_profile("gate", deadline=None, derandomize=True, database=None)
+settings.load_profile("gate")
 
 
 @pytest.fixture(scope="module")
