@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shardproof.mutants.choice import EXAMPLES, Choice, ChoiceError, read_choice
+from shardproof.mutants.survivors import Listed, SurvivorsError, read_survivors
 from shardproof.topology import Axis, Topology, TopologyError, declare_axes, parse_topology
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -43,6 +44,7 @@ class Settings:
     ledger: bool
     against: str | None = None
     mutants: Choice | None = None
+    survivors: tuple[Listed, ...] = ()
     subject: tuple[str, ...] = ()
 
 
@@ -117,6 +119,11 @@ def add_options(parser: pytest.Parser) -> None:
         default=[],
     )
     parser.addini(
+        "shardproof_survivors",
+        "file of mutants that may survive --mutants, as lines 'reason | name'; others fail the run",
+        default="",
+    )
+    parser.addini(
         "shardproof_preload",
         "modules that the fork server imports once for all ranks (never test modules)",
         type="args",
@@ -186,6 +193,7 @@ def read_settings(config: pytest.Config) -> Settings:
         ledger=config.getoption("--parity-ledger") == "on",
         against=config.getoption("--against"),
         mutants=mutants,
+        survivors=_survivors(config),
         subject=tuple(config.getini("shardproof_subject")),
     )
 
@@ -207,6 +215,16 @@ def _mutants(config: pytest.Config) -> Choice | None:
         return read_choice(text)
     except ChoiceError as error:
         raise pytest.UsageError(f"--mutants: {error}") from error
+
+
+def _survivors(config: pytest.Config) -> tuple[Listed, ...]:
+    path = config.getini("shardproof_survivors")
+    if not path or config.getoption("--mutants") is None:
+        return ()
+    try:
+        return tuple(read_survivors(config.rootpath / path))
+    except SurvivorsError as error:
+        raise pytest.UsageError(f"shardproof_survivors: {error}") from error
 
 
 def _forced(text: str, axes: tuple[Axis, ...], max_ranks: int) -> Topology:

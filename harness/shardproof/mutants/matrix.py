@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from shardproof.mutants.survivors import REASONS, Listed, needless, unlisted
 from shardproof.mutants.target import KINDS
 
 # From the best that a mutant may come to on any cell to what says least.
@@ -31,11 +32,28 @@ def _rank(trial: Record) -> int:
     return RESULTS.index(trial["result"])
 
 
-def lines_of(cells: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Kinds by results, the share that was killed, and each that was not, with its call site."""
+def problems_of(cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed]) -> list[str]:
+    """What fails a run: survivors without a reason, and reasons that nothing needs any more."""
     trials = telling(cells)
     if not trials:
         return ["no mutant was tried: no cell that passed calls a collective that was chosen"]
+    lines = [
+        f"survived without a reason (shardproof_survivors): {name}"
+        for name in unlisted(trials, listed)
+    ]
+    lines += [
+        f"line {one.line} of shardproof_survivors is about mutants that are killed: take it out "
+        f"({one.pattern})"
+        for one in needless(trials, listed)
+    ]
+    return lines
+
+
+def lines_of(cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed]) -> list[str]:
+    """Kinds by results, the share that was killed, and each that was not, with its call site."""
+    trials = telling(cells)
+    if not trials:
+        return problems_of(cells, listed)
     counts = Counter((trial["kind"], trial["result"]) for trial in trials)
     rows = [["mutant", *RESULTS]]
     rows += [
@@ -57,12 +75,15 @@ def lines_of(cells: Iterable[Mapping[str, Any]]) -> list[str]:
         lines += ["", f"{totals['killed']} of {changing} mutants that change a number are killed"]
         lines[-1] += f" ({share:.1f} %); {sites} call sites"
     for result in ("survived", "not judged", "refused"):
-        lines += [_line(trial) for trial in trials if trial["result"] == result]
-    return lines
+        lines += [_line(trial, listed) for trial in trials if trial["result"] == result]
+    return lines + problems_of(cells, listed)
 
 
-def _line(trial: Record) -> str:
-    said = _UNSEEN if trial["result"] == "survived" else "; ".join(trial["by"])
+def _line(trial: Record, listed: Sequence[Listed]) -> str:
+    said = "; ".join(trial["by"])
+    if trial["result"] == "survived":
+        reason = next((one.reason for one in listed if one.means(trial["mutant"])), None)
+        said = _UNSEEN if reason is None else REASONS[reason]
     phase = "backward" if trial["backward"] else "forward"
     where = f"{trial['operation']} over {trial['axis']} in {phase}, {trial['site']}"
     tried = f"{trial['case'].partition('::')[2]} on {trial['topology']}"

@@ -37,8 +37,9 @@ class Run:
 
     ``next_nodeid`` is the item that this rank really runs next, None when there is none.
     ``noise`` is the number of the noise run; ``ledger`` says whether collectives are recorded,
-    ``callers`` that call sites are told apart by their callers, ``mutant`` which of them hand out something else (:mod:`shardproof.mutants`).
-    Paths are directories made by the controller, ``rendezvous`` being the fleet's own.
+    ``callers`` that call sites are told apart by their callers, ``mutant`` which of them hand out
+    something else (:mod:`shardproof.mutants`). Paths are directories made by the controller,
+    ``rendezvous`` being the fleet's own.
     """
 
     nodeid: str
