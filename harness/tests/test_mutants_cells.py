@@ -24,52 +24,56 @@ ALL = """
 
     def _all_reduce(rank, x, group):
         dist.all_reduce(x, group=group)
-        return x, lambda parts: sum(parts)
+        return x
 
     def _maximum(rank, x, group):
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
-        return x, lambda parts: torch.stack(parts).amax(0)
+        return x
 
     def _broadcast(rank, x, group):
         dist.broadcast(x, group=group, group_src=1)
-        return x, lambda parts: parts[1]
+        return x
 
     def _all_gather(rank, x, group):
         found = [torch.empty_like(x) for _ in range(4)]
         dist.all_gather(found, x, group=group)
-        return torch.stack(found), torch.stack
+        return torch.stack(found)
 
     def _into_tensor(rank, x, group):
         found = x.new_empty(4 * len(x))
         dist.all_gather_into_tensor(found, x, group=group)
-        return found, torch.cat
+        return found
 
     def _exchange(rank, x, group):
         mine, found = x.repeat(4), x.new_empty(4 * len(x))
         dist.all_to_all_single(found, mine, group=group)
-        return found, torch.cat
+        return found
 
     def _reduce_scatter(rank, x, group):
         found = torch.empty_like(x)
-        dist.reduce_scatter_tensor(found, x.repeat(4), group=group)
-        return found, lambda parts: sum(parts)
+        dist.reduce_scatter_tensor(found, torch.cat([x * n for n in (1, 2, 3, 4)]), group=group)
+        # Ranks may add up in another order each.
+        every = x.new_empty(4 * len(x))
+        dist.all_gather_into_tensor(every, found, group=group)
+        return every
 
     def _async(rank, x, group):
         work = dist.all_reduce(x, group=group, async_op=True)
         work.wait()
-        return x, lambda parts: sum(parts)
+        return x
 
     def _functional(rank, x, group):
         import torch.distributed._functional_collectives as functional
-        return functional.all_reduce(x, "sum", group) + 0, lambda parts: sum(parts)
+        return functional.all_reduce(x, "sum", group) + 0
 
     def _scatter(rank, x, group):
         found = torch.empty_like(x)
-        mine = all_of(rank, len(x)) if rank.coordinates["cp"] == 0 else None
+        mine = [part * factor() for part in all_of(rank, len(x))]
+        mine = mine if rank.coordinates["cp"] == 0 else None
         dist.scatter(found, mine, group=group, group_src=0)
         every = x.new_empty(4 * len(x))
         dist.all_gather_into_tensor(every, found, group=group)
-        return every, torch.cat
+        return every
 
     CALLS = [_all_reduce, _maximum, _broadcast, _all_gather, _into_tensor, _exchange,
              _reduce_scatter, _async, _functional, _scatter]
@@ -81,13 +85,15 @@ ALL = """
         for count in (6, 6):
             CALLED[0] += 1
             if rank.is_reference:
-                parts = [part * (1 + CALLED[0] % 2) for part in all_of(rank, count)]
-                value = WANTED[call.__name__](parts)
+                value = WANTED[call.__name__]([part * factor() for part in all_of(rank, count)])
             else:
-                value, _ = call(rank, own(rank, count) * (1 + CALLED[0] % 2), rank.group("cp"))
+                value = call(rank, own(rank, count) * factor(), rank.group("cp"))
             rank.observe(f"value{CALLED[0]}", value)
 
     CALLED = [0]
+
+    def factor():
+        return 1 + CALLED[0] % 2
 
     @pytest.fixture(autouse=True)
     def count():
@@ -100,7 +106,7 @@ ALL = """
         "_all_gather": torch.stack,
         "_into_tensor": torch.cat,
         "_exchange": torch.cat,
-        "_reduce_scatter": sum,
+        "_reduce_scatter": lambda parts: torch.cat([sum(parts) * n for n in (1, 2, 3, 4)]),
         "_async": sum,
         "_functional": sum,
         "_scatter": torch.cat,
@@ -119,7 +125,6 @@ def test_every_mutant_of_what_is_observed_is_killed(pytester: pytest.Pytester) -
     _, cells = read_run(pytester)
     trials = trials_of(cells)
     results = {(trial["operation"], trial["kind"]): trial["result"] for trial in trials}
-    # A sum of values that only grow is no maximum; nothing else may look the same.
     assert set(results.values()) == {"killed"}, [t for t in trials if t["result"] != "killed"]
     world = "over the whole world"
     assert {trial["kind"] for trial in trials} == set(KINDS) - {world}
@@ -150,79 +155,71 @@ OTHERS = """
             dist.all_reduce(x, group=rank.group("cp"))
         return x
 
-    def _share(rank, value):
-        return value if rank.is_reference else value / 2
+    def unobserved(rank, x):
+        _reduced(rank, x)
+
+    def observed(rank, x):
+        rank.observe("value", _reduced(rank, x if rank.is_reference else x / 2))
+
+    def zero(rank, x):
+        rank.observe("zero", _reduced(rank, x * 0), zero=True)
+
+    def asserted(rank, x):
+        value = _reduced(rank, x / (1 if rank.is_reference else 2))
+        assert torch.allclose(value, x), "not the sum"
+
+    def crashing(rank, x):
+        value = _reduced(rank, x / (1 if rank.is_reference else 2))
+        if not torch.allclose(value, x):
+            os._exit(3)
 
     @pytest.mark.parity("cp2")
-    def test_it(rank):
+    @pytest.mark.parametrize("call", [unobserved, observed, zero, asserted, crashing])
+    def test_it(rank, call):
         x = torch.arange(1.0, 5.0, dtype=rank.dtype)
         rank.observe("x", x)
-        value = _reduced(rank, _share(rank, x * 3))
-        WHAT
+        call(rank, x.clone())
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "mutant", "result"),
-    [
-        # What it produces is never looked at.
-        ("pass", "dropped", "survived"),
-        # Zeros stay zeros, whatever they are multiplied by.
-        ("rank.observe('zero', _reduced(rank, x * 0), zero=True)", "multiplied", "survived"),
-        ("assert torch.equal(value, x * 3), 'not the sum'", "dropped", "refused"),
-        ("os._exit(3) if value[0] < 2 else None", "dropped", "not judged"),
-        ("rank.observe('value', value)", "dropped", "killed"),
-    ],
-)
-def test_what_a_mutant_comes_to(
-    pytester: pytest.Pytester, what: str, mutant: str, result: str
-) -> None:
-    pytester.makepyfile(OTHERS.replace("WHAT", what))
-    run = pytester.runpytest_subprocess("--mutants", f"{mutant}*all_reduce*in test_it*")
-    _, (cell,) = read_run(pytester)
-    assert cell["outcome"] == "passed"
-    found = {trial["result"] for trial in cell["mutants"]}
-    assert result in found
-    assert run.ret == (1 if "survived" in found else 0)
-    if result == "survived":
-        run.stdout.fnmatch_lines(["survived*no case observes what this collective produces*"])
-    if result == "refused":
-        assert "not the sum" in cell["mutants"][0]["by"][0]
-
-
-def test_a_mutant_that_changes_no_bit_is_equivalent(pytester: pytest.Pytester) -> None:
-    code = OTHERS.replace("WHAT", "rank.observe('zero', _reduced(rank, x * 0), zero=True)")
-    pytester.makepyfile(code.replace("_reduced(rank, _share(rank, x * 3))", "None"))
+def test_what_mutants_come_to(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(OTHERS)
     run = pytester.runpytest_subprocess("--mutants", "multiplied")
-    _, (cell,) = read_run(pytester)
-    assert [trial["result"] for trial in cell["mutants"]] == ["equivalent"]
-    assert run.ret == 0
+    _, cells = read_run(pytester)
+    assert {cell["outcome"] for cell in cells} == {"passed"}
+    trials = {cell["case"].rpartition("[")[2]: cell["mutants"][0] for cell in cells}
+    # A helper is told apart by who called it, else the first that is killed would speak for all.
+    assert {name: trial["result"] for name, trial in trials.items()} == {
+        "unobserved]": "survived",
+        "observed]": "killed",
+        "zero]": "equivalent",
+        "asserted]": "refused",
+        "crashing]": "not judged",
+    }
+    assert trials["zero]"]["changed"] == 0 < trials["zero]"]["calls"]
+    assert trials["observed]"]["by"] == ["value"]
+    assert "not the sum" in trials["asserted]"]["by"][0]
+    assert run.ret == pytest.ExitCode.TESTS_FAILED
+    run.stdout.fnmatch_lines(
+        [
+            "1 of 4 mutants that change a number are killed (25.0 %)*",
+            "survived*in unobserved*no case observes what this collective produces*",
+            "survived without a reason*",
+        ]
+    )
 
 
 def test_a_survivor_with_a_reason_passes(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(OTHERS.replace("WHAT", "pass"))
+    pytester.makepyfile(OTHERS)
     pytester.makeini("[pytest]\nshardproof_survivors = survivors.txt")
-    pytester.path.joinpath("survivors.txt").write_text("reported | dropped: *\n")
-    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    pytester.path.joinpath("survivors.txt").write_text("reported | dropped: *unobserved*\n")
+    run = pytester.runpytest_subprocess("--mutants", "dropped", "-k", "observed")
     assert run.ret == 0
     run.stdout.fnmatch_lines(["survived*what comes of it is shown to people alone*"])
     pytester.path.joinpath("survivors.txt").write_text("somehow | dropped: *\n")
     run = pytester.runpytest_subprocess("--mutants", "dropped")
     assert run.ret == pytest.ExitCode.USAGE_ERROR
     run.stderr.fnmatch_lines(["*shardproof_survivors: *expected 'reason | name of a mutant'*"])
-
-
-def test_a_call_is_told_apart_by_its_caller(pytester: pytest.Pytester) -> None:
-    code = OTHERS.replace("WHAT", "rank.observe('value', value); again(rank, x)")
-    pytester.makepyfile(code + "\n    def again(rank, x):\n        _reduced(rank, x.clone())\n")
-    run = pytester.runpytest_subprocess("--mutants", "dropped")
-    _, (cell,) = read_run(pytester)
-    results = {trial["site"].rpartition(" in ")[2]: trial for trial in cell["mutants"]}
-    by_path = {"again" in trial["site"]: trial["result"] for trial in results.values()} | {
-        "again" in trial["site"]: trial["result"] for trial in cell["mutants"]
-    }
-    assert by_path == {True: "survived", False: "killed"}
-    assert run.ret == 1
 
 
 @pytest.mark.parametrize("option", [["--parity-ledger", "off"], ["--against", "HEAD"]])
