@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from shardproof.mutants.choice import EXAMPLES, Choice, ChoiceError, read_choice
+from shardproof.mutants.survivors import Listed, SurvivorsError, read_survivors
 from shardproof.topology import Axis, Topology, TopologyError, declare_axes, parse_topology
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -41,6 +43,8 @@ class Settings:
     report: Path
     ledger: bool
     against: str | None = None
+    mutants: Choice | None = None
+    survivors: tuple[Listed, ...] = ()
     subject: tuple[str, ...] = ()
 
 
@@ -97,6 +101,12 @@ def add_options(parser: pytest.Parser) -> None:
         "those in which a rank hangs (default: on)",
     )
     group.addoption(
+        "--mutants",
+        metavar="WHICH",
+        help="break one collective at a time after each cell that passed, and say which mutants "
+        f"no case notices: {EXAMPLES}",
+    )
+    group.addoption(
         "--against",
         metavar="REV",
         help="control: run each case on the subject of this revision too (or of a release, "
@@ -107,6 +117,11 @@ def add_options(parser: pytest.Parser) -> None:
         "paths under test, relative to the rootdir: what --against takes from a revision",
         type="args",
         default=[],
+    )
+    parser.addini(
+        "shardproof_survivors",
+        "file of mutants that may survive --mutants, as lines 'reason | name'; others fail the run",
+        default="",
     )
     parser.addini(
         "shardproof_preload",
@@ -150,6 +165,7 @@ def read_settings(config: pytest.Config) -> Settings:
     except TopologyError as error:
         raise pytest.UsageError(f"shardproof_axes: {error}") from error
     max_ranks = _positive_int("shardproof_max_ranks", config.getini("shardproof_max_ranks"))
+    mutants = _mutants(config)
     groups = config.getini("shardproof_groups")
     if groups not in ("keep", "new"):
         raise pytest.UsageError(f"shardproof_groups: expected 'keep' or 'new', got {groups!r}")
@@ -176,8 +192,39 @@ def read_settings(config: pytest.Config) -> Settings:
         report=config.rootpath / config.getoption("--parity-report"),
         ledger=config.getoption("--parity-ledger") == "on",
         against=config.getoption("--against"),
+        mutants=mutants,
+        survivors=_survivors(config),
         subject=tuple(config.getini("shardproof_subject")),
     )
+
+
+def _mutants(config: pytest.Config) -> Choice | None:
+    text = config.getoption("--mutants")
+    if text is None:
+        return None
+    for option, wanted in (
+        ("--parity-ledger off", config.getoption("--parity-ledger") == "off"),
+        ("--against", config.getoption("--against") is not None),
+    ):
+        if wanted:
+            raise pytest.UsageError(
+                f"--mutants can't be used with {option}: the ledger is what breaks a collective, "
+                "and one run answers one question; leave one of them out"
+            )
+    try:
+        return read_choice(text)
+    except ChoiceError as error:
+        raise pytest.UsageError(f"--mutants: {error}") from error
+
+
+def _survivors(config: pytest.Config) -> tuple[Listed, ...]:
+    path = config.getini("shardproof_survivors")
+    if not path or config.getoption("--mutants") is None:
+        return ()
+    try:
+        return tuple(read_survivors(config.rootpath / path))
+    except SurvivorsError as error:
+        raise pytest.UsageError(f"shardproof_survivors: {error}") from error
 
 
 def _forced(text: str, axes: tuple[Axis, ...], max_ranks: int) -> Topology:

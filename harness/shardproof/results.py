@@ -48,6 +48,16 @@ class Results:
             self.cells.append(result)
             self._write(result)
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A mutant that survives without a reason fails the run."""
+        if self._settings.mutants is None or session.exitstatus != pytest.ExitCode.OK:
+            return
+        from shardproof.mutants.matrix import problems_of
+
+        if problems_of(self.cells, self._settings.survivors):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """The table of cases and topologies."""
         if not self.cells:
@@ -56,6 +66,11 @@ class Results:
         terminalreporter.section("shardproof")
         for line in table(self.cells) if control is None else control_table(control, self.cells):
             terminalreporter.write_line(line)
+        if self._settings.mutants is not None:
+            from shardproof.mutants.matrix import lines_of
+
+            for line in ["", *lines_of(self.cells, self._settings.survivors)]:
+                terminalreporter.write_line(line)
         falls = lower_precision(self.cells)
         if falls:
             terminalreporter.write_line("")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardproof.ledger import page
-from shardproof.ledger.calls import Line, encoded
+from shardproof.ledger.calls import Line, Place, encoded
 from shardproof.ledger.sites import Sites
 
 HARNESS = Path(__file__).resolve().parents[1]
@@ -59,7 +59,8 @@ def test_code_that_is_remembered_by_identity_is_kept() -> None:
     assert found is not None
     code = weakref.ref(found[0])
     call: dict[str, Any] = {"match": 1, "bytes": 0}
-    remembered = encoded(call, line=Line(), total=[0, 0, 0], site=found)
+    place = Place(("cp", "all_reduce", "SUM", "here", False), 2)
+    remembered = encoded(call, line=Line(), total=[0, 0, 0], place=place, site=found)
     scope.clear()
     del found
     gc.collect()

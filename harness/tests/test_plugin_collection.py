@@ -292,7 +292,7 @@ def test_plain_runs_do_not_import_torch(pytester: pytest.Pytester) -> None:
 def test_option_surface(pytester: pytest.Pytester) -> None:
     """A new option is a decision: add it here, to the README and to the changelog."""
     result = pytester.runpytest("--help")
-    ours = ("  --parity", "  --against")
+    ours = ("  --parity", "  --against", "  --mutants")
     options = [line.split()[0] for line in result.outlines if line.startswith(ours)]
     assert options == [
         "--parity-dtype={float64,float32,bfloat16}",
@@ -301,11 +301,13 @@ def test_option_surface(pytester: pytest.Pytester) -> None:
         "--parity-fresh",
         "--parity-report=DIR",
         "--parity-ledger={on,off}",
+        "--mutants=WHICH",
         "--against=REV",
     ]
     settings = [line.split()[0] for line in result.outlines if line.startswith("  shardproof_")]
     assert settings == [
         "shardproof_subject",
+        "shardproof_survivors",
         "shardproof_preload",
         "shardproof_axes",
         "shardproof_topologies",

@@ -38,6 +38,8 @@ from shardproof.controller.reports import (
 )
 from shardproof.controller.traces import raised_of
 from shardproof.controller.watch import collectives_of
+from shardproof.mutants.campaign import Campaign
+from shardproof.mutants.target import Mutant
 from shardproof.options import Settings
 from shardproof.rank.groups import same_counts
 from shardproof.rank.work import Run
@@ -50,6 +52,9 @@ _REFUSED = {
     "setupplan": "--setup-plan",  # implies the next
     "setuponly": "--setup-only",
 }
+# A mutant that is slower than this many times its cell, and this many seconds, counts as hung.
+_MUTANT_TIMES = 5.0
+_MUTANT_LEAST = 10.0
 # Reference files that may stay in shared memory while other cases run (xdist, reordered tests).
 _REFERENCES_KEPT = 4
 
@@ -75,6 +80,7 @@ class Controller:
         self._config = config
         self._settings = settings
         self._pool = FleetPool(config, settings, side)
+        self._campaign = Campaign(settings.mutants) if settings.mutants is not None else None
         self._references: OrderedDict[str, Reference] = OrderedDict()
         self._unclean: set[int] = set()
         self._last: pytest.Item | None = None
@@ -186,13 +192,67 @@ class Controller:
         if reference.problem is not None:
             outcome, text = reference.problem
             return [self._bad(item, case, outcome, text, reference.raised)]
+        following = self._next(item, topology.world_size, nextitem)
+        if self._campaign is not None:
+            # The item runs again; fixtures of higher scope end when another item needs others.
+            following = item.nodeid
+        drive, ending, errors = self._run_ranks(
+            item, case, topology, reference, following, limit=limit
+        )
+        footer = reproduce_line(item, self._settings, topology.name)
+        if drive.verdicts == [] and ending.outcome == "passed":
+            return [self._bad(item, case, "invalid", _OBSERVES_NOTHING)]
+        reports = cell_reports(item, drive, ending, footer)
+        if ending.outcome == "not started":
+            _note_raised(reports, raised_of(drive.traces[ending.root or 0]))
+        if errors:
+            reports = [report for report in reports if report.when != "teardown"]
+            reports.append(_late_teardown(item, errors))
+        trials = None
+        if self._campaign is not None and all(report.passed for report in reports):
+            trials = self._try_mutants(self._campaign, item, case, topology, reference, drive)
+        self._attach(reports, case, ending, drive, reference, footer, trials)
+        return reports
+
+    def _try_mutants(
+        self,
+        campaign: Campaign,
+        item: pytest.Item,
+        case: Case,
+        topology: Topology,
+        reference: Reference,
+        drive: Drive,
+    ) -> list[dict[str, Any]]:
+        """Run the mutants that a passed cell reaches; what came of each."""
+        limit = _MUTANT_LEAST + _MUTANT_TIMES * drive.seconds
+
+        def run(mutant: Mutant) -> tuple[Drive, Ending]:
+            mutated, ending, _ = self._run_ranks(
+                item, case, topology, reference, item.nodeid, limit=limit, mutant=mutant
+            )
+            return mutated, ending
+
+        return campaign.after(case.case, topology.name, drive, run)
+
+    def _run_ranks(
+        self,
+        item: pytest.Item,
+        case: Case,
+        topology: Topology,
+        reference: Reference,
+        following: str | None,
+        *,
+        limit: float,
+        mutant: Mutant | None = None,
+    ) -> tuple[Drive, Ending, list[str]]:
+        """Run the cell on ranks once; also what fixtures of ended ranks said."""
         size = topology.world_size
         cell_dir = self._pool.directory("cell")
         fleet = self._pool.get(f"ranks{size}", size)
         new_groups = not self._settings.keep_groups or size in self._unclean
         run = Run(
             nodeid=item.nodeid,
-            next_nodeid=self._next(item, size, nextitem),
+            next_nodeid=following,
             topology=topology.name,
             role="candidate",
             noise=0,
@@ -206,6 +266,8 @@ class Controller:
             megatron=case.options.megatron,
             new_groups=new_groups,
             ledger=self._settings.ledger,
+            callers=self._campaign is not None,
+            mutant=None if mutant is None else mutant.message(),
         )
         footer = reproduce_line(item, self._settings, topology.name)
         drive = run_to_end(Drive(fleet, run, limit=limit, reproduce=footer))
@@ -214,16 +276,7 @@ class Controller:
         ending = ending_of(drive)
         errors = self._after(drive, size)
         shutil.rmtree(cell_dir, ignore_errors=True)
-        if drive.verdicts == [] and ending.outcome == "passed":
-            return [self._bad(item, case, "invalid", _OBSERVES_NOTHING)]
-        reports = cell_reports(item, drive, ending, footer)
-        if ending.outcome == "not started":
-            _note_raised(reports, raised_of(drive.traces[ending.root or 0]))
-        if errors:
-            reports = [report for report in reports if report.when != "teardown"]
-            reports.append(_late_teardown(item, errors))
-        self._attach(reports, case, ending, drive, reference, footer)
-        return reports
+        return drive, ending, errors
 
     def _after(self, drive: Drive, size: int) -> list[str]:
         """Keep the ranks and their groups only while they are as good as new.
@@ -360,6 +413,7 @@ class Controller:
         drive: Drive | None,
         reference: Reference | None,
         footer: str,
+        trials: list[dict[str, Any]] | None = None,
     ) -> None:
         """Put the machine-readable result on the report that decides the cell."""
         decisive = next((r for r in reports if r.outcome == "failed"), None)
@@ -379,6 +433,8 @@ class Controller:
         }
         if drive is not None and drive.run.ledger:
             result["collectives"] = collectives_of(drive)
+        if trials is not None:
+            result["mutants"] = trials
         if reference is not None:
             result["reference_seconds"] = round(reference.seconds, 4)
             if reference.fallen:

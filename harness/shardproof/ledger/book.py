@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 
 from shardproof.ledger import page
-from shardproof.ledger.calls import Call, Group, Line, describe, encoded
+from shardproof.ledger.calls import Call, Group, Line, Place, PlaceKey, describe, encoded
 from shardproof.ledger.operations import Operation, tensors
 from shardproof.ledger.page import State
 from shardproof.ledger.sites import Sites
@@ -41,15 +41,16 @@ _CALLED, _ISSUED, _WAITING, _ENDED, _REFUSED, _FAILED = (
 class Mark:
     """A handle on one entry, through which its state is kept up to date."""
 
-    __slots__ = ("_at", "_book", "_chain", "_line", "_number", "_sequence")
+    __slots__ = ("_at", "_book", "_chain", "_line", "_number", "_sequence", "place")
 
     def __init__(
-        self, book: Book, number: int, at: int, line: Line, sequence: int, chain: int
+        self, book: Book, number: int, at: int, call: Call, sequence: int, chain: int
     ) -> None:
+        self.place = call.place
         self._book = book
         self._number = number
         self._at = at
-        self._line = line
+        self._line = call.line
         self._sequence = sequence
         self._chain = chain
 
@@ -83,6 +84,7 @@ class Book:
         rank: number of this rank.
         axis_of: what a group of these ranks is called.
         sites: finds call sites.
+        callers: a call site is told apart by its callers too.
     """
 
     def __init__(
@@ -91,17 +93,21 @@ class Book:
         rank: int,
         axis_of: Callable[[tuple[int, ...]], str],
         sites: Sites,
+        *,
+        callers: bool = False,
     ) -> None:
         self._directory = directory
         self._rank = rank
         self._axis_of = axis_of
         self._sites = sites
+        self._callers = callers
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
         self._groups: dict[str, Group] = {}
         self._channels: dict[tuple[str, str], Line] = {}
         self._calls: dict[Any, Call] = {}
         self._totals: dict[tuple[str, str], list[int]] = {}
+        self._places: dict[PlaceKey, Place] = {}
         self._recorded = 0
         self._changes = 0
         self.messages = 0
@@ -115,13 +121,13 @@ class Book:
             if operation.inputs != operation.outputs:
                 inputs = tensors(args, operation.inputs)
                 handed_in = tuple([(t.shape, t.dtype) for t in inputs])
-        site = self._sites.find(frame)
+        site = self._sites.path(frame) if self._callers else self._sites.find(frame)
         backward = torch._C._current_graph_task_id() != -1
         process_group = dist.ProcessGroup.unbox(args[operation.group])
         name = process_group.group_name
         reduced = -1 if operation.reduce_op is None else args[operation.reduce_op].op()
         numbers = tuple([args[position] for position in operation.numbers])
-        place = None if site is None else (id(site[0]), site[1])
+        place = self._place(site)
         key = (name, operation.schema, reduced, numbers, handed_out, handed_in, place, backward)
         with self._lock:
             call = self._calls.get(key)
@@ -135,13 +141,24 @@ class Book:
                     handed_out=handed_out,
                     handed_in=handed_in,
                     reduced=reduced,
-                    site=self._sites.text(site),
+                    site=self._words(site),
                     backward=backward,
                 )
                 call = self._learn(key, described, group, site)
             if operation.is_message:
                 self.messages += 1
             return self._write(call, backward=backward), outputs
+
+    def _place(self, site: Any) -> Any:
+        """A call site by identity, which is cheaper to look up than by the hash of its code."""
+        if not site:
+            return None
+        if self._callers:
+            return tuple([(id(code), line) for code, line in site])
+        return id(site[0]), site[1]
+
+    def _words(self, site: Any) -> str:
+        return self._sites.path_text(site) if self._callers else self._sites.text(site)
 
     def change(self, number: int, at: int, state: int, ended: float = 0.0) -> None:
         """Set the state of an entry that the ring still holds."""
@@ -168,6 +185,8 @@ class Book:
         Returns:
             ``totals``: ``[axis, operation, calls, bytes, calls in backward]`` of each.
             ``groups``: number of collectives and digest by group, ``{"1@0-1": [n, digest]}``.
+            ``places``: ``[[axis, operation, reduce operation, site, backward], ranks of the
+            group, calls]`` of each line of code that calls.
             ``channels``: the same for messages sent and received,
             ``{"1@0-1|0>1|7": {"send": [n, digest], ...}}``.
         """
@@ -183,6 +202,7 @@ class Book:
                 "totals": [[*key, *total] for key, total in sorted(self._totals.items())],
                 "groups": {group.key: [group.line.sequence, group.line.chain] for group in groups},
                 "channels": channels,
+                "places": [[one.key, one.size, one.calls] for one in self._places.values()],
             }
 
     # Under the lock ---------------------------------------------------------------------------
@@ -206,7 +226,15 @@ class Book:
             channel = described["channel"], described["direction"]
             line = self._channels.setdefault(channel, Line())
         total = self._totals.setdefault((group.axis, described["operation"]), [0, 0, 0])
-        call = self._calls[key] = encoded(described, line=line, total=total, site=site)
+        where: PlaceKey = (
+            group.axis,
+            described["operation"],
+            described.get("reduce_op", ""),
+            described["site"],
+            described["backward"],
+        )
+        place = self._places.setdefault(where, Place(where, len(group.ranks)))
+        call = self._calls[key] = encoded(described, line=line, total=total, place=place, site=site)
         return call
 
     def _write(self, call: Call, *, backward: bool) -> Mark:
@@ -220,6 +248,7 @@ class Book:
         total[0] += 1
         total[1] += call.size
         total[2] += backward
+        call.place.calls += 1
         self._recorded = number = self._recorded + 1
         self._changes += 1
         at = page.SLOTS_AT + (number - 1) % page.SLOTS * page.SLOT_SIZE
@@ -233,7 +262,7 @@ class Book:
         if line.at:
             page.GROUP.pack_into(memory, line.at, line.crc, line.chain, sequence)
         _COUNTS.pack_into(memory, page.ENTRIES_AT, number, self._changes)
-        return Mark(self, number, at, line, before, chain)
+        return Mark(self, number, at, call, before, chain)
 
     def _make(self) -> mmap.mmap:
         path = page.page_file(self._directory, self._rank)

@@ -13,6 +13,7 @@ from torch import distributed as dist
 from shardproof.ledger import page
 from shardproof.ledger.operations import Operation
 
+PlaceKey = tuple[str, str, str, str, bool]
 Handed = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of tensors that a rank hands in or is handed out."""
 
@@ -46,22 +47,45 @@ class Group:
     line: Line
 
 
+class Place:
+    """Where calls are made: one line of user code, one operation, one axis, one pass.
+
+    ``key`` is (axis, operation, reduce operation, site, backward).
+    """
+
+    __slots__ = ("calls", "key", "size")
+
+    def __init__(self, key: PlaceKey, size: int) -> None:
+        self.key = key
+        self.size = size
+        self.calls = 0
+
+
 class Call:
     """A call as an entry says it, the order that it joins, and the totals that it adds to.
 
     ``site`` is kept for as long as the call is remembered.
     """
 
-    __slots__ = ("digest", "line", "site", "size", "text", "total")
+    __slots__ = ("digest", "line", "place", "site", "size", "text", "total")
 
     def __init__(
-        self, text: bytes, match: int, size: int, *, line: Line, total: list[int], site: object
+        self,
+        text: bytes,
+        match: int,
+        size: int,
+        *,
+        line: Line,
+        total: list[int],
+        place: Place,
+        site: object,
     ) -> None:
         self.text = text
         self.digest = match.to_bytes(8, "little")
         self.size = size
         self.line = line
         self.total = total
+        self.place = place
         self.site = site
 
 
@@ -125,10 +149,12 @@ def describe(
     return call
 
 
-def encoded(call: dict[str, Any], *, line: Line, total: list[int], site: object) -> Call:
+def encoded(
+    call: dict[str, Any], *, line: Line, total: list[int], place: Place, site: object
+) -> Call:
     """A call as it is written, again and again."""
     text = page.encode_call(call)
-    return Call(text, call["match"], call["bytes"], line=line, total=total, site=site)
+    return Call(text, call["match"], call["bytes"], line=line, total=total, place=place, site=site)
 
 
 def _channel(group: Group, operation: Operation, rank: int, args: Sequence[Any]) -> tuple[str, str]:

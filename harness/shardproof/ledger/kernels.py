@@ -34,6 +34,7 @@ from shardproof.ledger.operations import (
     recorded_methods,
 )
 from shardproof.ledger.sites import Sites
+from shardproof.mutants.mutation import Mutation
 
 OFF: Final = "--parity-ledger off"
 # Every call passes this key, right above the backends and below autograd and all modes; no
@@ -57,6 +58,7 @@ class _State:
     """What is installed in this process, and the book that is open."""
 
     book: Book | None = None
+    mutation: Mutation | None = None
     libraries: list[Any] = field(default_factory=list)
     sites: Sites = field(default_factory=Sites)
     works: dict[int, tuple[Any, Mark]] = field(default_factory=dict)
@@ -68,19 +70,30 @@ _state = _State()
 _thread = _Thread()
 
 
-def begin(directory: Path, rank: int, axis_of: Callable[[tuple[int, ...]], str]) -> None:
-    """Open the book of a cell.
+def begin(
+    directory: Path,
+    rank: int,
+    axis_of: Callable[[tuple[int, ...]], str],
+    mutation: Mutation | None = None,
+    *,
+    callers: bool = False,
+) -> None:
+    """Open the book of a cell, in which ``mutation`` is at work.
+
+    With ``callers`` a call site is told apart by its callers too.
 
     Raises:
         LedgerError: torch has operations that the ledger does not know.
     """
     install()
-    _state.book = Book(directory, rank, axis_of, _state.sites)
+    _state.book = Book(directory, rank, axis_of, _state.sites, callers=callers)
+    _state.mutation = mutation
 
 
 def end() -> tuple[dict[str, Any], int] | None:
     """Close the book: its totals and digests, and how many messages were sent or received."""
     book, _state.book = _state.book, None
+    _state.mutation = None
     _state.works.clear()
     _state.tensors.clear()
     _thread.mark = None
@@ -144,7 +157,7 @@ def check_known(operations: list[str], methods: list[str]) -> None:
 
 
 def _forget() -> None:
-    _state.book = None
+    _state.book = _state.mutation = None
 
 
 def _onwards(operation: Any) -> Callable[..., Any]:
@@ -173,7 +186,11 @@ def _recording(operation: Operation, run: Callable[..., Any]) -> Callable[..., A
         mark, outputs = book.open(operation, args, sys._getframe().f_back)
         _thread.mark = mark
         try:
-            result = run(keys, *args)
+            mutation = _state.mutation
+            if mutation is None or not mutation.meant(mark.place.key):
+                result = run(keys, *args)
+            else:
+                result = mutation.run(operation, args, lambda: run(keys, *args))
         except BaseException:
             mark.refused()
             raise

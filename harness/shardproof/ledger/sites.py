@@ -9,8 +9,9 @@ import sysconfig
 from types import CodeType, FrameType
 from typing import Final
 
-_PACKAGES: Final = ("torch", "megatron")
+_PACKAGES: Final = ("torch", "megatron", "typing_extensions")
 _REMEMBERED: Final = 20_000
+_CALLERS: Final = 4
 
 
 class Sites:
@@ -36,6 +37,33 @@ class Sites:
                 return code, frame.f_lineno
             frame = frame.f_back
         return None
+
+    def path(self, frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
+        """The same and its callers, up to four in all, as long as they are of one folder.
+
+        A helper that calls for many is told apart by who called it.
+        """
+        first = self.find(frame)
+        if first is None:
+            return ()
+        found = [first]
+        while frame is not None and frame.f_code is not first[0]:
+            frame = frame.f_back
+        frame = None if frame is None else frame.f_back
+        folder = os.path.dirname(first[0].co_filename)  # noqa: PTH120 - called for each operation
+        while frame is not None and len(found) < _CALLERS:
+            code = frame.f_code
+            known = self._is_inner.get(id(code)) or self._learn(code)
+            if not known[0]:
+                if os.path.dirname(code.co_filename) != folder:  # noqa: PTH120
+                    break
+                found.append((code, frame.f_lineno))
+            frame = frame.f_back
+        return tuple(found)
+
+    def path_text(self, path: tuple[tuple[CodeType, int], ...]) -> str:
+        """The texts of a call site and its callers, innermost first."""
+        return " < ".join(map(self.text, path)) if path else self.text(None)
 
     def text(self, site: tuple[CodeType, int] | None) -> str:
         """``file:line in function``, the file relative to the working directory if it is below."""
@@ -65,19 +93,21 @@ class Sites:
 def _inner_folders() -> tuple[str, ...]:
     """Folders of code that calls operations for others; the standard library passes calls on."""
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
-    folders = [here]
+    folders, inside = [here], []
     for package in _PACKAGES:
         try:
             spec = importlib.util.find_spec(package) if package not in sys.modules else None
             module = sys.modules.get(package)
             places = list(getattr(module, "__path__", ())) if module is not None else []
+            if module is not None and not places and module.__file__ is not None:
+                inside.append(module.__file__)
             if spec is not None:
                 places = list(spec.submodule_search_locations or ())
         except (ImportError, ValueError):
             places = []
         folders += places
     library = sysconfig.get_path("stdlib")
-    inside = [folder + os.sep for folder in folders]
+    inside += [folder + os.sep for folder in folders]
     # site-packages lies below the standard library, and is user code.
     return (*inside, *(os.path.join(library, part) for part in _LIBRARY))  # noqa: PTH118
 

@@ -21,6 +21,8 @@ from shardproof.against.subject import from_data
 from shardproof.fleet import STOP, Channel, ChannelClosed
 from shardproof.ledger import kernels
 from shardproof.ledger.axes import AxisNames
+from shardproof.mutants.mutation import Mutation
+from shardproof.mutants.target import Mutant
 from shardproof.noise import NoiseMode
 from shardproof.rank.context import Rank
 from shardproof.rank.groups import RankGroups
@@ -76,6 +78,7 @@ class RankSession:
         self._groups = RankGroups(rank, size)
         self._hooks = RankHooks(channel.send, self._verdict)
         self._noise: NoiseMode | None = None
+        self._mutation: Mutation | None = None
         self._resident = 0
         subject = setup.get("subject")
         if subject is not None:
@@ -196,6 +199,9 @@ class RankSession:
             }
             if ledger is not None:
                 ended["ledger"] = ledger
+            if self._mutation is not None:
+                ended["mutant"] = [self._mutation.reached, self._mutation.changed]
+                self._mutation = None
             ended.update(self._hooks.loaded())
             state.restore()
         if run.role == "noise" and self._noise is not None:
@@ -217,7 +223,11 @@ class RankSession:
             topology, Path(run.rendezvous), megatron=run.megatron, ledger=run.ledger
         )
         if run.ledger:
-            kernels.begin(Path(run.cell_dir), self._rank, AxisNames(topology, self._rank))
+            self._mutation = None if run.mutant is None else Mutation(Mutant.of(run.mutant))
+            names = AxisNames(topology, self._rank)
+            kernels.begin(
+                Path(run.cell_dir), self._rank, names, self._mutation, callers=run.callers
+            )
         if dtype in (torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
         seed_everything(run.seed)

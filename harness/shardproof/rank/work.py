@@ -36,8 +36,10 @@ class Run:
     """One run of one item on one rank.
 
     ``next_nodeid`` is the item that this rank really runs next, None when there is none.
-    ``noise`` is the number of the noise run; ``ledger`` says whether collectives are recorded.
-    Paths are directories made by the controller, ``rendezvous`` being the fleet's own.
+    ``noise`` is the number of the noise run; ``ledger`` says whether collectives are recorded,
+    ``callers`` that call sites are told apart by their callers, ``mutant`` which of them hand out
+    something else (:mod:`shardproof.mutants`). Paths are directories made by the controller,
+    ``rendezvous`` being the fleet's own.
     """
 
     nodeid: str
@@ -55,6 +57,8 @@ class Run:
     megatron: bool
     new_groups: bool
     ledger: bool
+    callers: bool = False
+    mutant: dict[str, Any] | None = None
 
 
 def to_message(kind: str, value: Run) -> dict[str, Any]:

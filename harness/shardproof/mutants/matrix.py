@@ -1,0 +1,90 @@
+"""The kill matrix in the terminal, and what survived."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from shardproof.mutants.survivors import REASONS, Listed, needless, unlisted
+from shardproof.mutants.target import KINDS
+
+# From the best that a mutant may come to on any cell to what says least.
+RESULTS: Final = ("killed", "refused", "survived", "not judged", "equivalent")
+_UNSEEN: Final = "no case observes what this collective produces"
+
+Record = Mapping[str, Any]
+
+
+def telling(cells: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """The trial of each mutant that says most of it, with its ``case`` and ``topology``."""
+    best: dict[str, Record] = {}
+    for cell in cells:
+        for trial in cell.get("mutants", ()):
+            place = {"case": cell["case"], "topology": cell["topology"]}
+            known = best.get(trial["mutant"])
+            if known is None or _rank(trial) < _rank(known):
+                best[trial["mutant"]] = {**trial, **place}
+    return list(best.values())
+
+
+def _rank(trial: Record) -> int:
+    return RESULTS.index(trial["result"])
+
+
+def problems_of(cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed]) -> list[str]:
+    """What fails a run: survivors without a reason, and reasons that nothing needs any more."""
+    trials = telling(cells)
+    if not trials:
+        return ["no mutant was tried: no cell that passed calls a collective that was chosen"]
+    lines = [
+        f"survived without a reason (shardproof_survivors): {name}"
+        for name in unlisted(trials, listed)
+    ]
+    lines += [
+        f"line {one.line} of shardproof_survivors is about mutants that are killed: take it out "
+        f"({one.pattern})"
+        for one in needless(trials, listed)
+    ]
+    return lines
+
+
+def lines_of(cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed]) -> list[str]:
+    """Kinds by results, the share that was killed, and each that was not, with its call site."""
+    trials = telling(cells)
+    if not trials:
+        return problems_of(cells, listed)
+    counts = Counter((trial["kind"], trial["result"]) for trial in trials)
+    rows = [["mutant", *RESULTS]]
+    rows += [
+        [kind, *(str(counts[kind, result] or "-") for result in RESULTS)]
+        for kind in KINDS
+        if any(counts[kind, result] for result in RESULTS)
+    ]
+    totals = Counter(trial["result"] for trial in trials)
+    rows.append(["all", *(str(totals[result] or "-") for result in RESULTS)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    changing = len(trials) - totals["equivalent"]
+    sites = len({trial["site"] for trial in trials})
+    if changing:
+        share = 100 * totals["killed"] / changing
+        lines += ["", f"{totals['killed']} of {changing} mutants that change a number are killed"]
+        lines[-1] += f" ({share:.1f} %); {sites} call sites"
+    for result in ("survived", "not judged", "refused"):
+        lines += [_line(trial, listed) for trial in trials if trial["result"] == result]
+    return lines + problems_of(cells, listed)
+
+
+def _line(trial: Record, listed: Sequence[Listed]) -> str:
+    said = "; ".join(trial["by"])
+    if trial["result"] == "survived":
+        reason = next((one.reason for one in listed if one.means(trial["mutant"])), None)
+        said = _UNSEEN if reason is None else REASONS[reason]
+    phase = "backward" if trial["backward"] else "forward"
+    where = f"{trial['operation']} over {trial['axis']} in {phase}, {trial['site']}"
+    tried = f"{trial['case'].partition('::')[2]} on {trial['topology']}"
+    return f"{trial['result']}: {trial['kind']}: {where}: {said} ({tried})"

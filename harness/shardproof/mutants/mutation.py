@@ -1,0 +1,246 @@
+"""A mutant at work on one rank: the operation runs, and other numbers are handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+from shardproof.ledger.operations import Operation, tensors
+from shardproof.mutants import target as names
+from shardproof.mutants.target import EXCHANGING, GATHERING, Mutant
+
+Run = Callable[[], Any]
+_COARSE = torch.bfloat16
+
+
+@dataclass
+class Call:
+    """One call whose result is true so far.
+
+    ``given`` are copies of what was handed in, ``before`` of what the outputs held; ``chunks`` are
+    the parts of the outputs by the rank that they came from.
+    """
+
+    operation: Operation
+    group: Any
+    given: list[Tensor]
+    outputs: list[Tensor]
+    chunks: list[list[Tensor]]
+    before: list[Tensor]
+    reduce_op: str
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return int(self.group.size())
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return int(self.group.rank())
+
+
+class Mutation:
+    """Changes what the calls of one target hand out, and counts in how many it did.
+
+    ``reached`` are the calls of the target on this rank, ``changed`` those whose result has other
+    bits than the true one.
+    """
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._kind = mutant.kind
+        self._key = mutant.target.key
+        self._reduce_op = mutant.target.reduce_op
+        self._last: list[Tensor] | None = None
+        self.reached = 0
+        self.changed = 0
+
+    def meant(self, key: tuple[str, str, str, str, bool]) -> bool:
+        """Whether calls of this place are the target's."""
+        return key == self._key
+
+    def run(self, operation: Operation, args: Sequence[Any], run: Run) -> Any:
+        """Run the operation to its end, and change what it hands out."""
+        self.reached += 1
+        with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            given = tensors(args, operation.inputs)
+            outputs = [tensor.data for tensor in tensors(args, operation.outputs)]
+            kept = [tensor.detach().clone() for tensor in given]
+            before = [tensor.clone() for tensor in outputs]
+        result = run()
+        handle = result[-1] if isinstance(result, tuple | list) else result
+        if not isinstance(handle, dist.Work):
+            handle = dist.Work.unbox(handle)
+        handle.wait()
+        with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            group = dist.ProcessGroup.unbox(args[operation.group])
+            chunks = _chunks(operation, args, group.size())
+            call = Call(operation, group, kept, outputs, chunks, before, self._reduce_op)
+            true = [tensor.clone() for tensor in outputs]
+            self._change(call)
+            self.changed += not all(map(_same, true, outputs))
+            self._last = true
+        return _over(result, outputs)
+
+    def _change(self, call: Call) -> None:
+        if self._kind == names.STALE:
+            _stale(call, self._last)
+            return
+        _CHANGES[self._kind](call)
+
+
+def _over(result: Any, outputs: list[Tensor]) -> Any:
+    """What the operation returned, with a handle that has nothing left to wait for.
+
+    Gloo's own may copy the true result once more each time it is waited for.
+    """
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(outputs)
+    handle = _create_work_from_future(future).boxed()
+    return (*result[:-1], handle) if isinstance(result, tuple | list) else handle
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN counting as one."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124
+
+
+def _chunks(operation: Operation, args: Sequence[Any], size: int) -> list[list[Tensor]]:
+    """What each rank of the group contributed to the outputs, for operations that gather."""
+    if operation.name not in GATHERING | EXCHANGING or operation.outputs is None:
+        return []
+    value = args[operation.outputs]
+    found: list[list[Tensor]] = []
+    for entry in value if isinstance(value, list) else [value]:
+        if isinstance(entry, list):
+            found.append([tensor.data for tensor in entry])
+        elif isinstance(value, list) and operation.name == "all_to_all":
+            return [[tensor.data for tensor in value]]
+        elif entry.dim() and entry.shape[0] % size == 0:
+            found.append(list(entry.data.chunk(size)))
+    return found
+
+
+def _dropped(call: Call) -> None:
+    """As if nothing had been said: what is this rank's own stays, the rest is nothing."""
+    name, rank = call.operation.name, call.rank
+    if name in ("all_reduce", "all_reduce_coalesced", "reduce", "broadcast"):
+        # They work in place: what was handed in is what was there before.
+        for output, was in zip(call.outputs, call.before, strict=True):
+            output.copy_(was)
+        return
+    if name in GATHERING:
+        for chunks in call.chunks:
+            for at, chunk in enumerate(chunks):
+                if at != rank:
+                    chunk.zero_()
+        return
+    for at, output in enumerate(call.outputs):
+        own = call.given[at] if at < len(call.given) else None
+        if own is not None and own.numel() == output.numel():
+            output.copy_(own.view_as(output))
+        elif own is not None and own.numel() == call.size * output.numel():
+            output.copy_(own.reshape(call.size, -1)[rank].view_as(output))
+        else:
+            output.zero_()
+
+
+def _scaled(factor: Callable[[int], float]) -> Callable[[Call], None]:
+    def change(call: Call) -> None:
+        for output in call.outputs:
+            if output.dtype is not torch.bool:
+                output.copy_(output * factor(call.size))
+
+    return change
+
+
+def _other_reduction(call: Call) -> None:
+    other = dist.ReduceOp.MAX if call.reduce_op == "SUM" else dist.ReduceOp.SUM
+    _reduced_again(call, call.group, other)
+
+
+def _over_the_world(call: Call) -> None:
+    own = getattr(dist.ReduceOp, call.reduce_op)
+    _reduced_again(call, dist.group.WORLD, own)
+
+
+def _reduced_again(call: Call, group: Any, reduce_op: Any) -> None:
+    options = dist.AllreduceOptions()
+    options.reduceOp = reduce_op
+    for output, given in zip(call.outputs, call.given, strict=True):
+        again = given.clone()
+        group.allreduce([again], options).wait()
+        output.copy_(again)
+
+
+def _rotated(call: Call) -> None:
+    for chunks in call.chunks:
+        if len({tuple(chunk.shape) for chunk in chunks}) == 1:
+            moved = [chunk.clone() for chunk in chunks]
+            for at, chunk in enumerate(chunks):
+                chunk.copy_(moved[at - 1])
+
+
+def _repeated(call: Call) -> None:
+    for chunks in call.chunks:
+        if chunks and len({tuple(chunk.shape) for chunk in chunks}) == 1:
+            own = chunks[call.rank].clone()
+            for chunk in chunks:
+                chunk.copy_(own)
+
+
+def _stale(call: Call, last: list[Tensor] | None) -> None:
+    """The true result of the call before, where that has the same form."""
+    if last is None or [one.shape for one in last] != [one.shape for one in call.outputs]:
+        return
+    for output, old in zip(call.outputs, last, strict=True):
+        if output.dtype == old.dtype:
+            output.copy_(old)
+
+
+def _rounded(call: Call) -> None:
+    for output in call.outputs:
+        if output.is_floating_point() or output.is_complex():
+            coarse = torch.view_as_real(output) if output.is_complex() else output
+            coarse.copy_(coarse.to(_COARSE))
+
+
+def _one_element(call: Call) -> None:
+    """The middle element, on the last rank of the group, off by the largest magnitude."""
+    if call.rank != call.size - 1:
+        return
+    for output in call.outputs:
+        if output.numel() == 0:
+            continue
+        at = tuple(length // 2 for length in output.shape)
+        if output.dtype is torch.bool:
+            output[at] = not bool(output[at])
+        elif output.dtype is torch.uint8:
+            # Bytes of something else: one alone may be the last digit of a number.
+            middle = output.view(-1)[output.numel() // 2 :][:8]
+            middle.copy_(middle ^ 0x10)
+        elif output.is_floating_point() or output.is_complex():
+            finite = output.abs().nan_to_num(0.0, 0.0, 0.0).max()
+            output[at] = output[at] + (finite if float(finite) > 0 else 1.0)
+        else:
+            output[at] = output[at] + 1
+        return
+
+
+_CHANGES: dict[str, Callable[[Call], None]] = {
+    names.DROPPED: _dropped,
+    names.MULTIPLIED: _scaled(float),
+    names.DIVIDED: _scaled(lambda size: 1 / size),
+    names.OTHER_REDUCTION: _other_reduction,
+    names.WORLD: _over_the_world,
+    names.ROTATED: _rotated,
+    names.REPEATED: _repeated,
+    names.ROUNDED: _rounded,
+    names.ELEMENT: _one_element,
+}

@@ -1,0 +1,237 @@
+"""Mutants at work: what they change, what notices it, and what does not count as noticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.plugin_support import read_run
+
+from shardproof.mutants.target import KINDS
+
+# Every operation once, all of which is observed. Values differ in every place and on every rank.
+ALL = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    def own(rank, count, at=None):
+        at = rank.coordinates["cp"] if at is None else at
+        return torch.arange(1.0, count + 1, dtype=rank.dtype).mul(1.37 + at).sin() + 3 + at
+
+    def all_of(rank, count):
+        return [own(rank, count, at) for at in range(4)]
+
+    def _all_reduce(rank, x, group):
+        dist.all_reduce(x, group=group)
+        return x
+
+    def _maximum(rank, x, group):
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+        return x
+
+    def _broadcast(rank, x, group):
+        dist.broadcast(x, group=group, group_src=1)
+        return x
+
+    def _all_gather(rank, x, group):
+        found = [torch.empty_like(x) for _ in range(4)]
+        dist.all_gather(found, x, group=group)
+        return torch.stack(found)
+
+    def _into_tensor(rank, x, group):
+        found = x.new_empty(4 * len(x))
+        dist.all_gather_into_tensor(found, x, group=group)
+        return found
+
+    def _exchange(rank, x, group):
+        mine, found = x.repeat(4), x.new_empty(4 * len(x))
+        dist.all_to_all_single(found, mine, group=group)
+        return found
+
+    def _reduce_scatter(rank, x, group):
+        found = torch.empty_like(x)
+        dist.reduce_scatter_tensor(found, torch.cat([x * n for n in (1, 2, 3, 4)]), group=group)
+        # Ranks may add up in another order each.
+        every = x.new_empty(4 * len(x))
+        dist.all_gather_into_tensor(every, found, group=group)
+        return every
+
+    def _async(rank, x, group):
+        work = dist.all_reduce(x, group=group, async_op=True)
+        work.wait()
+        return x
+
+    def _functional(rank, x, group):
+        import torch.distributed._functional_collectives as functional
+        return functional.all_reduce(x, "sum", group) + 0
+
+    def _scatter(rank, x, group):
+        found = torch.empty_like(x)
+        mine = [part * factor() for part in all_of(rank, len(x))]
+        mine = mine if rank.coordinates["cp"] == 0 else None
+        dist.scatter(found, mine, group=group, group_src=0)
+        every = x.new_empty(4 * len(x))
+        dist.all_gather_into_tensor(every, found, group=group)
+        return every
+
+    CALLS = [_all_reduce, _maximum, _broadcast, _all_gather, _into_tensor, _exchange,
+             _reduce_scatter, _async, _functional, _scatter]
+
+    @pytest.mark.parity("cp4")
+    @pytest.mark.parametrize("call", CALLS)
+    def test_all(rank, call):
+        # Twice, with other values: what is one call old is wrong.
+        for count in (6, 6):
+            CALLED[0] += 1
+            if rank.is_reference:
+                value = WANTED[call.__name__]([part * factor() for part in all_of(rank, count)])
+            else:
+                value = call(rank, own(rank, count) * factor(), rank.group("cp"))
+            rank.observe(f"value{CALLED[0]}", value)
+
+    CALLED = [0]
+
+    def factor():
+        return 1 + CALLED[0] % 2
+
+    @pytest.fixture(autouse=True)
+    def count():
+        CALLED[0] = 0
+
+    WANTED = {
+        "_all_reduce": sum,
+        "_maximum": lambda parts: torch.stack(parts).amax(0),
+        "_broadcast": lambda parts: parts[1],
+        "_all_gather": torch.stack,
+        "_into_tensor": torch.cat,
+        "_exchange": torch.cat,
+        "_reduce_scatter": lambda parts: torch.cat([sum(parts) * n for n in (1, 2, 3, 4)]),
+        "_async": sum,
+        "_functional": sum,
+        "_scatter": torch.cat,
+    }
+"""
+
+
+def trials_of(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [trial for cell in cells for trial in cell["mutants"]]
+
+
+def test_every_mutant_of_what_is_observed_is_killed(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(ALL)
+    result = pytester.runpytest_subprocess("--mutants", "all")
+    result.assert_outcomes(passed=10)
+    _, cells = read_run(pytester)
+    trials = trials_of(cells)
+    results = {(trial["operation"], trial["kind"]): trial["result"] for trial in trials}
+    assert set(results.values()) == {"killed"}, [t for t in trials if t["result"] != "killed"]
+    world = "over the whole world"
+    assert {trial["kind"] for trial in trials} == set(KINDS) - {world}
+    assert {trial["operation"] for trial in trials} == {
+        "all_reduce",
+        "broadcast",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_to_all_single",
+        "reduce_scatter_tensor",
+        "scatter",
+    }
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["all  *", "*mutants that change a number are killed (100.0 %)*"])
+    for trial in trials:
+        assert trial["changed"] > 0
+        assert trial["by"]
+
+
+OTHERS = """
+    import os
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    def _reduced(rank, x):
+        if not rank.is_reference:
+            dist.all_reduce(x, group=rank.group("cp"))
+        return x
+
+    def unobserved(rank, x):
+        _reduced(rank, x)
+
+    def observed(rank, x):
+        rank.observe("value", _reduced(rank, x if rank.is_reference else x / 2))
+
+    def zero(rank, x):
+        rank.observe("zero", _reduced(rank, x * 0), zero=True)
+
+    def asserted(rank, x):
+        value = _reduced(rank, x / (1 if rank.is_reference else 2))
+        assert torch.allclose(value, x), "not the sum"
+
+    def crashing(rank, x):
+        value = _reduced(rank, x / (1 if rank.is_reference else 2))
+        if not torch.allclose(value, x):
+            os._exit(3)
+
+    @pytest.mark.parity("cp2")
+    @pytest.mark.parametrize("call", [unobserved, observed, zero, asserted, crashing])
+    def test_it(rank, call):
+        x = torch.arange(1.0, 5.0, dtype=rank.dtype)
+        rank.observe("x", x)
+        call(rank, x.clone())
+"""
+
+
+def test_what_mutants_come_to(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(OTHERS)
+    run = pytester.runpytest_subprocess("--mutants", "multiplied")
+    _, cells = read_run(pytester)
+    assert {cell["outcome"] for cell in cells} == {"passed"}
+    trials = {cell["case"].rpartition("[")[2]: cell["mutants"][0] for cell in cells}
+    # A helper is told apart by who called it, else the first that is killed would speak for all.
+    assert {name: trial["result"] for name, trial in trials.items()} == {
+        "unobserved]": "survived",
+        "observed]": "killed",
+        "zero]": "equivalent",
+        "asserted]": "refused",
+        "crashing]": "not judged",
+    }
+    assert trials["zero]"]["changed"] == 0 < trials["zero]"]["calls"]
+    assert trials["observed]"]["by"] == ["value"]
+    assert "not the sum" in trials["asserted]"]["by"][0]
+    assert run.ret == pytest.ExitCode.TESTS_FAILED
+    run.stdout.fnmatch_lines(
+        [
+            "1 of 4 mutants that change a number are killed (25.0 %)*",
+            "survived*in unobserved*no case observes what this collective produces*",
+            "survived without a reason*",
+        ]
+    )
+
+
+def test_a_survivor_with_a_reason_passes(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(OTHERS)
+    pytester.makeini("[pytest]\nshardproof_survivors = survivors.txt")
+    pytester.path.joinpath("survivors.txt").write_text("reported | dropped: *unobserved*\n")
+    run = pytester.runpytest_subprocess("--mutants", "dropped", "-k", "observed")
+    assert run.ret == 0
+    run.stdout.fnmatch_lines(["survived*what comes of it is shown to people alone*"])
+    pytester.path.joinpath("survivors.txt").write_text("somehow | dropped: *\n")
+    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    assert run.ret == pytest.ExitCode.USAGE_ERROR
+    run.stderr.fnmatch_lines(["*shardproof_survivors: *expected 'reason | name of a mutant'*"])
+
+
+@pytest.mark.parametrize("option", [["--parity-ledger", "off"], ["--against", "HEAD"]])
+def test_what_can_not_go_with_mutants_is_refused(
+    pytester: pytest.Pytester, option: list[str]
+) -> None:
+    run = pytester.runpytest("--mutants", "all", *option)
+    assert run.ret == pytest.ExitCode.USAGE_ERROR
+    run.stderr.fnmatch_lines([f"*--mutants can't be used with {option[0]}*"])
+
+
+def test_a_choice_that_is_none_is_refused_before_anything_runs(pytester: pytest.Pytester) -> None:
+    run = pytester.runpytest("--mutants", "sample")
+    assert run.ret == pytest.ExitCode.USAGE_ERROR
+    run.stderr.fnmatch_lines(["*--mutants: expected all, sample:SEED*got 'sample'*"])

@@ -1,0 +1,175 @@
+"""Which mutants there are, which of them are tried, and which may survive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.ledger.operations import OPERATIONS
+from shardproof.mutants.choice import ChoiceError, read_choice
+from shardproof.mutants.matrix import lines_of, problems_of, telling
+from shardproof.mutants.survivors import REASONS, SurvivorsError, read_survivors
+from shardproof.mutants.target import (
+    DIVIDED,
+    DROPPED,
+    KINDS,
+    MULTIPLIED,
+    MUTABLE,
+    OTHER_REDUCTION,
+    WORLD,
+    Mutant,
+    Target,
+    mutants_of,
+    targets_of,
+)
+
+
+def target(operation: str = "all_reduce", **other: Any) -> Target:
+    fields: dict[str, Any] = {
+        "site": "trainer.py:7 in reduce < trainer.py:31 in step",
+        "operation": operation,
+        "axis": "cp",
+        "reduce_op": "SUM" if operation == "all_reduce" else "",
+        "backward": False,
+        "size": 2,
+        "whole": False,
+    }
+    return Target(**fields | other)
+
+
+def kinds_of(one: Target) -> set[str]:
+    return {mutant.kind for mutant in mutants_of(one)}
+
+
+def test_every_operation_that_hands_out_numbers_can_be_broken() -> None:
+    collectives = {one.name for one in OPERATIONS if not one.is_message and one.outputs is not None}
+    assert collectives == MUTABLE
+    for kind, operations in KINDS.items():
+        assert operations <= MUTABLE, kind
+    for operation in MUTABLE:
+        assert len(kinds_of(target(operation))) >= 4
+
+
+def test_a_mutant_that_could_change_nothing_is_none() -> None:
+    assert {WORLD, OTHER_REDUCTION, MULTIPLIED, DIVIDED} <= kinds_of(target())
+    assert WORLD not in kinds_of(target(whole=True))
+    assert not {OTHER_REDUCTION, MULTIPLIED, DIVIDED} & kinds_of(target(reduce_op="MIN"))
+    assert OTHER_REDUCTION in kinds_of(target(reduce_op="MAX"))
+    assert kinds_of(target("broadcast")) < kinds_of(
+        target("all_gather"),
+    ) | {DROPPED}
+
+
+def test_a_name_outlives_its_line_and_its_topology() -> None:
+    here = Mutant(target(), DROPPED)
+    moved = Mutant(target(site="trainer.py:9 in reduce < trainer.py:40 in step", size=4), DROPPED)
+    assert here.name == moved.name
+    assert here.name == (
+        "dropped: all_reduce over cp (forward) trainer.py in reduce < trainer.py in step"
+    )
+    others = [target(backward=True), target(axis="dp"), target(site="trainer.py:7 in other")]
+    assert len({Mutant(one, DROPPED).name for one in [target(), *others]}) == 4
+    assert Mutant.of(here.message()) == here
+
+
+def test_targets_are_calls_between_ranks_that_hand_out_something() -> None:
+    def place(operation: str, size: int) -> list[Any]:
+        return [["cp", operation, "", "here", False], size, 3]
+
+    both = [place("all_gather", 2), place("all_gather", 2)]
+    found = targets_of([*both, place("barrier", 2), place("send", 2), place("broadcast", 1)], 4)
+    assert [(one.operation, one.size, one.whole) for one in found] == [("all_gather", 2, False)]
+    assert targets_of(both, 2)[0].whole
+
+
+def test_choices() -> None:
+    every = [mutant for operation in MUTABLE for mutant in mutants_of(target(operation))]
+    assert all(read_choice("all").takes(mutant) for mutant in every)
+    some = [mutant for mutant in every if read_choice("Dropped").takes(mutant)]
+    assert {mutant.kind for mutant in some} == {DROPPED}
+    in_step = read_choice("all_reduce*in step")
+    assert [mutant for mutant in every if in_step.takes(mutant)] == []
+    assert any(read_choice("*all_reduce*in step").takes(mutant) for mutant in every)
+
+
+def test_a_sample_is_a_share_that_the_seed_draws() -> None:
+    every = [
+        mutant
+        for operation in MUTABLE
+        for axis in ("cp", "tp", "dp", "dp+cp")
+        for mutant in mutants_of(target(operation, axis=axis))
+    ]
+    drawn = [{m for m in every if read_choice(f"sample:{seed}:0.25").takes(m)} for seed in range(9)]
+    for found in drawn:
+        assert 0.1 * len(every) < len(found) < 0.4 * len(every)
+    assert drawn[0] != drawn[1]
+    assert len(set().union(*drawn)) > 0.8 * len(every)
+    assert drawn[3] == {m for m in every if read_choice("sample:3:0.25").takes(m)}
+
+
+@pytest.mark.parametrize("text", ["", "  ", "sample", "sample:", "sample:1:0", "sample:1:x"])
+def test_choices_without_meaning_are_refused(text: str) -> None:
+    with pytest.raises(ChoiceError, match="expected all, sample:SEED"):
+        read_choice(text)
+
+
+def cell(*trials: tuple[str, str], case: str = "t.py::test_a") -> dict[str, Any]:
+    records = [
+        {
+            "mutant": f"{kind}: all_reduce over cp (forward) t.py in {kind}",
+            "kind": kind,
+            "operation": "all_reduce",
+            "axis": "cp",
+            "backward": False,
+            "site": "t.py:3 in step",
+            "result": result,
+            "by": ["loss"],
+        }
+        for kind, result in trials
+    ]
+    return {"case": case, "topology": "cp2", "mutants": records}
+
+
+def test_the_best_of_several_cells_counts() -> None:
+    first = cell((DROPPED, "survived"), (WORLD, "equivalent"), (MULTIPLIED, "refused"))
+    second = cell((DROPPED, "killed"), (WORLD, "survived"), case="t.py::test_b")
+    results = {trial["kind"]: trial["result"] for trial in telling([first, second])}
+    assert results == {DROPPED: "killed", WORLD: "survived", MULTIPLIED: "refused"}
+    lines = lines_of([first, second], [])
+    (row,) = [line for line in lines if line.startswith("all ")]
+    assert row.split() == ["all", "1", "1", "1", "-", "-"]
+    assert any(line.startswith("1 of 3 mutants that change a number are killed") for line in lines)
+    (line,) = [line for line in lines if line.startswith("survived: over")]
+    assert "t.py:3 in step: no case observes what this collective produces (test_b on cp2)" in line
+
+
+def test_a_survivor_needs_a_reason_and_a_reason_a_survivor(tmp_path: Path) -> None:
+    cells = [cell((DROPPED, "survived"), (WORLD, "killed"))]
+    assert "survived without a reason" in problems_of(cells, [])[0]
+    path = tmp_path / "survivors.txt"
+    path.write_text("# what may survive\n\nown part | dropped: all_reduce over cp*\n")
+    listed = read_survivors(path)
+    assert problems_of(cells, listed) == []
+    assert any(REASONS["own part"] in line for line in lines_of(cells, listed))
+    path.write_text("reported | over the whole world*\ncompared | dropped*\n")
+    (problem,) = problems_of(cells, read_survivors(path))
+    assert problem.startswith("line 1 of shardproof_survivors is about mutants that are killed")
+
+
+def test_a_run_without_mutants_is_no_success() -> None:
+    assert "no mutant was tried" in problems_of([{"case": "a", "topology": "cp2"}], [])[0]
+
+
+@pytest.mark.parametrize("line", ["dropped*", "because | dropped*", "own part |", "| dropped"])
+def test_lines_without_a_reason_are_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "survivors.txt"
+    path.write_text(f"\n{line}\n")
+    with pytest.raises(SurvivorsError, match=r"survivors.txt:2: expected 'reason \| name"):
+        read_survivors(path)
+
+
+def test_a_list_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SurvivorsError, match="cannot read"):
+        read_survivors(tmp_path / "none.txt")
