@@ -19,13 +19,13 @@ PART ?= all
 FAULTS := $(wildcard $(addprefix harness/tests/test_,plugin_faults.py fleet_survivors.py ledger_cells.py))
 AGAINST := $(wildcard harness/tests/test_against_*.py ci/tests/test_diagnostics.py)
 CONTROL_TESTS := $(wildcard subjects/tests/test_controls.py)
-FLOORS := $(wildcard subjects/tests/test_floor_of_cases.py)
+FLOOR_TESTS := $(wildcard subjects/tests/test_floor_of_cases.py)
 CHOSEN_all := $(TESTED)
-CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROL_TESTS) $(FLOORS))
+CHOSEN_unit := $(TESTED) $(addprefix --ignore=,$(FAULTS) $(AGAINST) $(CONTROL_TESTS) $(FLOOR_TESTS))
 CHOSEN_faults := $(FAULTS)
 CHOSEN_against := $(AGAINST)
 CHOSEN_controls := $(CONTROL_TESTS)
-CHOSEN_floors := $(FLOORS)
+CHOSEN_floors := $(FLOOR_TESTS)
 # `make parity CASES=...`: core (outputs, gradients, metrics, attention, the contract), parts (slots,
 # heads and probes, the head, micro-batches, the optimizer, files) or all.
 CASES ?= core
@@ -35,8 +35,10 @@ CASES_core := cases $(addprefix --ignore=,$(PARTS))
 CASES_parts := $(PARTS)
 CASES_all := cases
 # `make test PART=controls CONTROLS=sample:SEED`: some faults of every family, others for each seed.
+# `make test PART=floors FLOORS=sample:SEED`: a third of the cases, in the same way.
 CONTROLS ?= all
-export CONTROLS
+FLOORS ?= all
+export CONTROLS FLOORS
 # `make properties EXAMPLES=...`: how many random forwards.
 EXAMPLES ?= 1000
 PROGRAMS := ci/benchmark ci/diagnostics ci/ledger_suite ci/lock ci/setup ci/wheel

@@ -77,11 +77,14 @@ class TestDocuments:
         assert {"parity", "test"} <= named
 
     @pytest.mark.parametrize("chosen", ["all", "sample:7"])
-    def test_a_choice_of_controls_is_no_path(self, chosen: str) -> None:
-        """CONTROLS says which faults are put in, to the cases alone; which file runs stays."""
-        command = ["make", "--dry-run", "test", "PART=controls", f"CONTROLS={chosen}"]
+    @pytest.mark.parametrize(
+        ("part", "file"), [("controls", "test_controls"), ("floors", "test_floor_of_cases")]
+    )
+    def test_a_choice_of_what_runs_is_no_path(self, part: str, file: str, chosen: str) -> None:
+        """CONTROLS and FLOORS tell the tests what to take; which file runs stays."""
+        command = ["make", "--dry-run", "test", f"PART={part}", f"{part.upper()}={chosen}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert "pytest subjects/tests/test_controls.py" in done.stdout
+        assert f"pytest subjects/tests/{file}.py" in done.stdout
         assert f"pytest {chosen}" not in done.stdout
 
     def test_prose_names_no_make_command(self) -> None:

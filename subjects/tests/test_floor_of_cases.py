@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,6 +25,7 @@ from shardproof.verdict import Recorder, finish_reference
 from shardproof.verdict.records import Measured
 from shardproof.verdict.reference import Store, open_store
 from shardproof.verdict.store import Reader, read_index
+from subjects.trainer.faults.sample import seed_of, shuffled
 
 Checkpoints = Callable[..., Path]
 
@@ -84,8 +86,16 @@ def _left_out(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in LEFT_OUT)
 
 
+def _chosen(names: list[str], words: str) -> list[str]:
+    """All names, or for ``sample:SEED`` a third of them."""
+    seed = seed_of(words, "FLOORS")
+    some = names if seed is None else shuffled(names, seed)[: math.ceil(len(names) / 3)]
+    return [name for name in names if name in some]
+
+
 CASES = _all_cases()
 MEASURED = [name for name in CASES if not _left_out(name)]
+CHOSEN = _chosen(MEASURED, os.environ.get("FLOORS", "all"))
 
 
 def test_every_case_is_measured_or_left_out_for_a_reason() -> None:
@@ -93,6 +103,15 @@ def test_every_case_is_measured_or_left_out_for_a_reason() -> None:
     assert not unknown, f"give them here, or name the cases in LEFT_OUT with a reason: {unknown}"
     for pattern in LEFT_OUT:
         assert any(fnmatchcase(name, pattern) for name in CASES), f"{pattern} leaves out nothing"
+
+
+def test_a_sample_is_a_third_and_every_case_comes_up() -> None:
+    assert _chosen(MEASURED, "all") == MEASURED
+    drawn = [_chosen(MEASURED, f"sample:{seed}") for seed in range(30)]
+    assert {len(some) for some in drawn} == {math.ceil(len(MEASURED) / 3)}
+    assert set().union(*drawn) == set(MEASURED)
+    with pytest.raises(ValueError, match=r"FLOORS=all or FLOORS=sample:SEED"):
+        _chosen(MEASURED, "some")
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +249,7 @@ def _values(directory: Path) -> Store:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MEASURED)
+@pytest.mark.parametrize("case", CHOSEN)
 def test_floor_is_the_rounding_error_of_the_reference(
     case: str,
     groups: RankGroups,

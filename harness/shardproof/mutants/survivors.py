@@ -10,6 +10,7 @@ from typing import Any, Final
 
 REASONS: Final[Mapping[str, str]] = {
     "compared": "ranks compare what they gathered, and only a difference means anything",
+    "flag": "only whether a number is zero is used, and the change keeps that",
     "own part": "a rank uses its own part of the result, and the change is in the others'",
     "reported": "what comes of it is shown to people alone",
     "redundant": "another collective brings the same numbers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from subjects.trainer.faults.fault import Fault
 
@@ -23,21 +23,15 @@ def chosen(
     Raises:
         ValueError: other words.
     """
-    kind, colon, seed = words.partition(":")
-    if words == "all":
+    seed = seed_of(words, "CONTROLS")
+    if seed is None:
         return {name: fault for faults in families.values() for name, fault in faults.items()}
-    if kind != "sample" or not colon or not seed:
-        raise ValueError(
-            "expected CONTROLS=all or CONTROLS=sample:SEED (any word, such as a commit), "
-            f"got {words!r}"
-        )
     found: dict[str, Fault] = {}
     for family, faults in families.items():
         groups: dict[str, list[str]] = {}
         for name, fault in faults.items():
             groups.setdefault(f"{fault.case} {sorted(fault.params.items())}", []).append(name)
-        order = sorted(groups)
-        random.Random(f"{seed}/{family}").shuffle(order)
+        order = shuffled(groups, f"{seed}/{family}")
         taken: list[str] = []
         for group in order:
             if len(taken) >= math.ceil(share * len(faults)):
@@ -45,3 +39,27 @@ def chosen(
             taken += groups[group]
         found |= {name: fault for name, fault in faults.items() if name in taken}
     return found
+
+
+def seed_of(words: str, variable: str) -> str | None:
+    """The seed of ``sample:SEED``, None for ``all``.
+
+    Raises:
+        ValueError: other words; the text names the variable that they come from.
+    """
+    kind, _, seed = words.partition(":")
+    if words == "all":
+        return None
+    if kind != "sample" or not seed:
+        raise ValueError(
+            f"expected {variable}=all or {variable}=sample:SEED (any word, such as a commit), "
+            f"got {words!r}"
+        )
+    return seed
+
+
+def shuffled(names: Iterable[str], seed: str) -> list[str]:
+    """The names in an order that the seed alone decides."""
+    order = sorted(names)
+    random.Random(seed).shuffle(order)
+    return order
