@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ci.tests.programs import program
+from shardproof.mutants.survivors import read_survivors
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -86,6 +87,15 @@ class TestDocuments:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         assert f"pytest subjects/tests/{file}.py" in done.stdout
         assert f"pytest {chosen}" not in done.stdout
+
+    def test_survivors_are_of_code_that_is_there(self) -> None:
+        listed = read_survivors(ROOT / "cases" / "survivors.txt")
+        assert listed
+        for one in listed:
+            places = re.findall(r"(\S+\.py) in (\w+)", one.pattern)
+            assert places, one.pattern
+            for path, function in places:
+                assert f"def {function}(" in (ROOT / path).read_text(), one.pattern
 
     def test_prose_names_no_make_command(self) -> None:
         lines = ["Let one make what is made once; `make lint`.", "```", "make ARGS=x parity", "```"]

@@ -93,6 +93,7 @@ class Campaign:
         return sum(trial.result != "equivalent" for trial in trials) < self.tries
 
 
+_WORDS = 200
 _RAISED = ("raised", "ranks disagree", "skipped", "xfailed")
 
 
@@ -108,7 +109,7 @@ def _judged(mutant: Mutant, case: str, topology: str, drive: Drive, ending: Endi
     elif ending.outcome == "passed":
         result = "survived" if changed else "equivalent"
     elif ending.outcome in _RAISED:
-        result, by = "refused", (drive.traces[ending.root or 0].describe(),)
+        result, by = "refused", (drive.traces[ending.root or 0].describe()[:_WORDS],)
     else:
         result, by = "not judged", (ending.headline,)
     return Trial(

@@ -33,20 +33,23 @@ def _rank(trial: Record) -> int:
 
 
 def problems_of(cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed]) -> list[str]:
-    """What fails a run: survivors without a reason, and reasons that nothing needs any more."""
+    """What fails a run: survivors without a reason, or nothing tried."""
     trials = telling(cells)
     if not trials:
         return ["no mutant was tried: no cell that passed calls a collective that was chosen"]
-    lines = [
+    return [
         f"survived without a reason (shardproof_survivors): {name}"
         for name in unlisted(trials, listed)
     ]
-    lines += [
-        f"line {one.line} of shardproof_survivors is about mutants that are killed: take it out "
-        f"({one.pattern})"
+
+
+def _hints(trials: Sequence[Record], listed: Sequence[Listed]) -> list[str]:
+    """Reasons that nothing needed here: other cells may need them still."""
+    return [
+        f"line {one.line} of shardproof_survivors is about mutants that were killed here: take it "
+        f"out unless others survive ({one.pattern})"
         for one in needless(trials, listed)
     ]
-    return lines
 
 
 def lines_of(cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed]) -> list[str]:
@@ -76,7 +79,7 @@ def lines_of(cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed]) -> li
         lines[-1] += f" ({share:.1f} %); {sites} call sites"
     for result in ("survived", "not judged", "refused"):
         lines += [_line(trial, listed) for trial in trials if trial["result"] == result]
-    return lines + problems_of(cells, listed)
+    return lines + _hints(trials, listed) + problems_of(cells, listed)
 
 
 def _line(trial: Record, listed: Sequence[Listed]) -> str:
