@@ -39,6 +39,8 @@ CASES_all := cases
 CONTROLS ?= all
 FLOORS ?= all
 export CONTROLS FLOORS
+# `make mutants MUTANTS=sample:SEED:SHARE`: which mutants of collectives are tried.
+MUTANTS ?= all
 # `make properties EXAMPLES=...`: how many random forwards.
 EXAMPLES ?= 1000
 PROGRAMS := ci/benchmark ci/diagnostics ci/ledger_suite ci/lock ci/setup ci/wheel
@@ -50,8 +52,8 @@ REV ?= HEAD~1
 export TORCH
 
 .DEFAULT_GOAL := parity
-.PHONY: parity test properties lint style types format lock lock-check wheel benchmark against diagnostics \
-	setup clean
+.PHONY: parity test properties lint style types format lock lock-check wheel benchmark against mutants \
+	diagnostics setup clean
 
 parity: setup ## the parity cases, on every topology that they name
 	$(BIN)/pytest $(CASES_$(CASES)) -m "not native" $(ARGS)
@@ -89,6 +91,9 @@ benchmark: setup ## seconds per trivial case, beside other ways to run one
 
 against: setup ## the parity cases on the trainer of REV too: which of them catch the difference
 	$(BIN)/pytest cases -m "not native" --against "$(REV)" $(ARGS)
+
+mutants: setup ## the cases with one collective broken at a time: which mutants no case notices
+	$(BIN)/pytest cases -m "not native" --mutants "$(MUTANTS)" $(ARGS)
 
 diagnostics: setup ## fail on lint and type diagnostics that REV does not have
 	$(BIN)/python ci/diagnostics "$(REV)" --types $(CHECKED) $(PROGRAMS)
