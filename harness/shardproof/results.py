@@ -51,11 +51,13 @@ class Results:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """A mutant that survives without a reason fails the run."""
-        if self._settings.mutants is None or session.exitstatus != pytest.ExitCode.OK:
+        if not self.cells or self._settings.mutants is None:
+            return
+        if session.exitstatus != pytest.ExitCode.OK:
             return
         from shardproof.mutants.matrix import problems_of
 
-        if problems_of(self.cells, self._settings.survivors):
+        if problems_of(self.cells, self._settings.survivors, sampled=self._sampled):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -69,7 +71,10 @@ class Results:
         if self._settings.mutants is not None:
             from shardproof.mutants.matrix import lines_of
 
-            for line in ["", *lines_of(self.cells, self._settings.survivors)]:
+            for line in [
+                "",
+                *lines_of(self.cells, self._settings.survivors, sampled=self._sampled),
+            ]:
                 terminalreporter.write_line(line)
         falls = lower_precision(self.cells)
         if falls:
@@ -81,6 +86,10 @@ class Results:
         shown = path.relative_to(root) if path.is_relative_to(root) else path
         terminalreporter.write_line("")
         terminalreporter.write_line(f"results: {shown}")
+
+    @property
+    def _sampled(self) -> bool:
+        return self._settings.mutants is not None and self._settings.mutants.share < 1
 
     def pytest_unconfigure(self) -> None:
         """Close the file."""

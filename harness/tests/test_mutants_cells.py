@@ -204,7 +204,7 @@ def test_what_mutants_come_to(pytester: pytest.Pytester) -> None:
         [
             "1 of 4 mutants that change a number are killed (25.0 %)*",
             "survived*in unobserved*no case observes what this collective produces*",
-            "survived without a reason*",
+            "1 survived without a reason in shardproof_survivors:",
         ]
     )
 
@@ -220,6 +220,65 @@ def test_a_survivor_with_a_reason_passes(pytester: pytest.Pytester) -> None:
     run = pytester.runpytest_subprocess("--mutants", "dropped")
     assert run.ret == pytest.ExitCode.USAGE_ERROR
     run.stderr.fnmatch_lines(["*shardproof_survivors: *expected 'reason | name of a mutant'*"])
+
+
+LEFT_BEHIND = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    KEPT = {}
+
+    def step(rank, x):
+        a, b = x.clone(), x.clone()
+        if not rank.is_reference:
+            dist.all_reduce(a, group=rank.group("cp"))
+            dist.all_reduce(b, group=rank.group("cp"))
+        return a if not rank.is_reference else 2 * x, b
+
+    @pytest.mark.parity("cp2")
+    def test_it(rank):
+        x = torch.arange(1.0, 5.0, dtype=rank.dtype)
+        # What the run before left is observed, and only one of the two sums.
+        rank.observe("before", KEPT.get("b", x * 2))
+        a, b = step(rank, x)
+        rank.observe("a", a)
+        KEPT["b"] = x * 2 if rank.is_reference else b
+"""
+
+
+def test_nothing_is_left_behind_and_every_line_is_tried(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(LEFT_BEHIND)
+    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    _, (cell,) = read_run(pytester)
+    assert cell["outcome"] == "passed"
+    assert [trial["result"] for trial in cell["mutants"]] == ["killed", "survived"]
+    lines = {trial["site"].partition(" in ")[0] for trial in cell["mutants"]}
+    assert len(lines) == 2
+    assert run.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_root_is_where_its_element_is_wrong(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch
+        import torch.distributed as dist
+
+        @pytest.mark.parity("cp2")
+        def test_it(rank):
+            x = torch.arange(1.0, 5.0, dtype=rank.dtype)
+            if rank.is_reference:
+                x = 2 * x
+            else:
+                dist.reduce(x, 0, group=rank.group("cp"))
+            rank.observe("x", x, on={"cp": 0})
+        """
+    )
+    run = pytester.runpytest_subprocess("--mutants", "one element", "--parity-fresh")
+    _, (cell,) = read_run(pytester)
+    assert [trial["result"] for trial in cell["mutants"]] == ["killed"]
+    assert run.ret == 0
 
 
 @pytest.mark.parametrize("option", [["--parity-ledger", "off"], ["--against", "HEAD"]])

@@ -139,7 +139,7 @@ def test_the_best_of_several_cells_counts() -> None:
     assert results == {DROPPED: "killed", WORLD: "survived", MULTIPLIED: "refused"}
     lines = lines_of([first, second], [])
     (row,) = [line for line in lines if line.startswith("all ")]
-    assert row.split() == ["all", "1", "1", "1", "-", "-"]
+    assert row.split() == ["all", "1", "1", "1", "-", "-", "-"]
     assert any(line.startswith("1 of 3 mutants that change a number are killed") for line in lines)
     (line,) = [line for line in lines if line.startswith("survived: over")]
     assert "t.py:3 in step: no case observes what this collective produces (test_b on cp2)" in line
@@ -161,7 +161,23 @@ def test_a_survivor_needs_a_reason_and_a_reason_a_survivor(tmp_path: Path) -> No
 
 
 def test_a_run_without_mutants_is_no_success() -> None:
-    assert "no mutant was tried" in problems_of([{"case": "a", "topology": "cp2"}], [])[0]
+    nothing = [{"case": "a", "topology": "cp2"}]
+    assert "no mutant was tried" in problems_of(nothing, [])[0]
+    assert problems_of(nothing, [], sampled=True) == []
+
+
+@pytest.mark.parametrize("result", ["not judged", "equivalent", "not reached"])
+def test_a_run_in_which_nothing_was_judged_is_no_success(result: str) -> None:
+    cells = [cell((DROPPED, result))]
+    assert problems_of(cells, []) == ["none of 1 mutants was judged by an observation"]
+    assert problems_of(cells, [], sampled=True) == []
+
+
+def test_two_lines_of_one_function_are_two_call_sites() -> None:
+    first, second = cell((DROPPED, "killed")), cell((DROPPED, "survived"))
+    second["mutants"][0]["site"] = "t.py:4 in step"
+    assert [trial["result"] for trial in telling([first, second])] == ["killed", "survived"]
+    assert problems_of([first, second], [])
 
 
 @pytest.mark.parametrize("line", ["dropped*", "because | dropped*", "own part |", "| dropped"])

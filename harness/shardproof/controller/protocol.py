@@ -193,9 +193,6 @@ class Controller:
             outcome, text = reference.problem
             return [self._bad(item, case, outcome, text, reference.raised)]
         following = self._next(item, topology.world_size, nextitem)
-        if self._campaign is not None:
-            # The item runs again; fixtures of higher scope end when another item needs others.
-            following = item.nodeid
         drive, ending, errors = self._run_ranks(
             item, case, topology, reference, following, limit=limit
         )
@@ -205,34 +202,45 @@ class Controller:
         reports = cell_reports(item, drive, ending, footer)
         if ending.outcome == "not started":
             _note_raised(reports, raised_of(drive.traces[ending.root or 0]))
+        mutants: list[Mutant] | None = None
+        if self._campaign is not None and all(report.passed for report in reports):
+            mutants = self._campaign.open_on(drive)
+            if mutants and not errors:
+                errors = self._pool.retire(drive.fleet)
         if errors:
             reports = [report for report in reports if report.when != "teardown"]
             reports.append(_late_teardown(item, errors))
         trials = None
-        if self._campaign is not None and all(report.passed for report in reports):
-            trials = self._try_mutants(self._campaign, item, case, topology, reference, drive)
+        if mutants is not None:
+            trials = self._try_mutants(mutants, item, case, topology, reference, drive.seconds)
         self._attach(reports, case, ending, drive, reference, footer, trials)
         return reports
 
     def _try_mutants(
         self,
-        campaign: Campaign,
+        mutants: list[Mutant],
         item: pytest.Item,
         case: Case,
         topology: Topology,
         reference: Reference,
-        drive: Drive,
+        seconds: float,
     ) -> list[dict[str, Any]]:
-        """Run the mutants that a passed cell reaches; what came of each."""
-        limit = _MUTANT_LEAST + _MUTANT_TIMES * drive.seconds
+        """Run mutants on a cell that passed in so many seconds; what came of each.
 
-        def run(mutant: Mutant) -> tuple[Drive, Ending]:
-            mutated, ending, _ = self._run_ranks(
-                item, case, topology, reference, item.nodeid, limit=limit, mutant=mutant
+        Each on fresh ranks: what a broken collective leaves in caches and fixtures would speak in
+        the next run, and what is made once must be made again to be broken.
+        """
+        limit = _MUTANT_LEAST + _MUTANT_TIMES * seconds
+        records = []
+        for mutant in mutants:
+            drive, ending, _ = self._run_ranks(
+                item, case, topology, reference, None, limit=limit, mutant=mutant
             )
-            return mutated, ending
-
-        return campaign.after(case.case, topology.name, drive, run)
+            self._pool.drop(drive.fleet)
+            if self._campaign is not None:
+                place = case.case, topology.name
+                records.append(self._campaign.take(mutant, *place, drive, ending))
+        return records
 
     def _run_ranks(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardproof.controller.outcome import Ending
     from shardproof.mutants.choice import Choice
 
-Result = Literal["killed", "refused", "not judged", "survived", "equivalent"]
+Result = Literal["killed", "refused", "survived", "not judged", "equivalent", "not reached"]
 TRIES = 3
 """Cells on which a mutant is tried before it counts as survived."""
 
@@ -24,8 +24,9 @@ class Trial:
 
     ``killed``: an observation diverges. ``refused``: the system under test or the case raised.
     ``not judged``: it ended by a crash, a hang or collectives that do not match, which says nothing
-    of what observations see. ``survived``: numbers changed and nobody noticed. ``equivalent``: no
-    number changed. ``by`` are the observations or the words by which it was noticed.
+    of what observations see, or the mutant itself failed. ``survived``: numbers changed and nobody
+    noticed. ``equivalent``: no number changed. ``not reached``: it was not called this time. ``by``
+    are the observations or the words by which it was noticed.
     """
 
     mutant: Mutant
@@ -65,32 +66,40 @@ class Campaign:
 
     choice: Choice
     tries: int = TRIES
-    trials: dict[str, list[Trial]] = field(default_factory=dict)
+    trials: dict[tuple[str, str], list[Trial]] = field(default_factory=dict)
 
-    def after(
-        self,
-        case: str,
-        topology: str,
-        drive: Drive,
-        run: Callable[[Mutant], tuple[Drive, Ending]],
-    ) -> list[dict[str, Any]]:
-        """Try what is still open on a cell that has just passed; what came of it, as records."""
+    def open_on(self, drive: Drive) -> list[Mutant]:
+        """What is still to be tried on a cell that has just passed."""
         reports = [trace.done["ledger"] for trace in drive.traces if trace.done is not None]
         places = [place for report in reports for place in report["places"]]
-        records = []
-        for target in targets_of(places, drive.fleet.size):
-            for mutant in mutants_of(target):
-                if self.choice.takes(mutant) and self._open(mutant):
-                    trial = _judged(mutant, case, topology, *run(mutant))
-                    self.trials.setdefault(mutant.name, []).append(trial)
-                    records.append(trial.record())
-        return records
+        return [
+            mutant
+            for target in targets_of(places, drive.fleet.size)
+            for mutant in mutants_of(target)
+            if self.choice.takes(mutant) and self._open(mutant)
+        ]
+
+    def take(
+        self, mutant: Mutant, case: str, topology: str, drive: Drive, ending: Ending
+    ) -> dict[str, Any]:
+        """Take down how a cell ended with a mutant; the record of it."""
+        trial = _judged(mutant, case, topology, drive, ending)
+        self.trials.setdefault(_key(mutant), []).append(trial)
+        return trial.record()
 
     def _open(self, mutant: Mutant) -> bool:
-        trials = self.trials.get(mutant.name, [])
+        trials = self.trials.get(_key(mutant), [])
         if any(trial.result == "killed" for trial in trials):
             return False
-        return sum(trial.result != "equivalent" for trial in trials) < self.tries
+        return sum(trial.result not in _SAYS_NOTHING for trial in trials) < self.tries
+
+
+_SAYS_NOTHING = ("equivalent", "not reached")
+
+
+def _key(mutant: Mutant) -> tuple[str, str]:
+    """Two lines of one function are two call sites, though their mutants have one name."""
+    return mutant.name, mutant.target.site
 
 
 _WORDS = 200
@@ -99,16 +108,20 @@ _RAISED = ("raised", "ranks disagree", "skipped", "xfailed")
 
 def _judged(mutant: Mutant, case: str, topology: str, drive: Drive, ending: Ending) -> Trial:
     said = [trace.done.get("mutant") for trace in drive.traces if trace.done is not None]
-    counts = [count for count in said if count is not None]
-    reached, changed = (sum(count[at] for count in counts) for at in (0, 1))
+    reports = [report for report in said if report is not None]
+    reached, changed = (sum(report[at] for report in reports) for at in (0, 1))
+    broken = [report[2] for report in reports if report[2]]
     failed = [one for one in drive.verdicts or [] if one["outcome"] != "passed"]
     by: tuple[str, ...] = tuple(one["name"] for one in failed[:3])
     result: Result
-    if failed:
+    if broken:
+        result, by = "not judged", (f"the mutant itself failed: {broken[0]}"[:_WORDS],)
+    elif failed and changed:
         result = "killed"
-    elif ending.outcome == "passed":
-        result = "survived" if changed else "equivalent"
-    elif ending.outcome in _RAISED:
+    elif ending.outcome == "passed" or failed:
+        # Without a change nothing that fails can be put down to the mutant.
+        result = "survived" if changed else "equivalent" if reached else "not reached"
+    elif ending.outcome in _RAISED and changed:
         result, by = "refused", (drive.traces[ending.root or 0].describe()[:_WORDS],)
     else:
         result, by = "not judged", (ending.headline,)

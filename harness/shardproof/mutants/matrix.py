@@ -10,7 +10,8 @@ from shardproof.mutants.survivors import REASONS, Listed, needless, unlisted
 from shardproof.mutants.target import KINDS
 
 # From the best that a mutant may come to on any cell to what says least.
-RESULTS: Final = ("killed", "refused", "survived", "not judged", "equivalent")
+RESULTS: Final = ("killed", "refused", "survived", "not judged", "equivalent", "not reached")
+_TELLING: Final = ("killed", "refused", "survived")
 _UNSEEN: Final = "no case observes what this collective produces"
 
 Record = Mapping[str, Any]
@@ -18,13 +19,14 @@ Record = Mapping[str, Any]
 
 def telling(cells: Iterable[Mapping[str, Any]]) -> list[Record]:
     """The trial of each mutant that says most of it, with its ``case`` and ``topology``."""
-    best: dict[str, Record] = {}
+    best: dict[tuple[str, str], Record] = {}
     for cell in cells:
         for trial in cell.get("mutants", ()):
             place = {"case": cell["case"], "topology": cell["topology"]}
-            known = best.get(trial["mutant"])
+            key = trial["mutant"], trial["site"]
+            known = best.get(key)
             if known is None or _rank(trial) < _rank(known):
-                best[trial["mutant"]] = {**trial, **place}
+                best[key] = {**trial, **place}
     return list(best.values())
 
 
@@ -32,15 +34,24 @@ def _rank(trial: Record) -> int:
     return RESULTS.index(trial["result"])
 
 
-def problems_of(cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed]) -> list[str]:
-    """What fails a run: survivors without a reason, or nothing tried."""
+def problems_of(
+    cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed], *, sampled: bool = False
+) -> list[str]:
+    """What fails a run: survivors without a reason, or nothing that says anything.
+
+    A sample may be empty.
+    """
     trials = telling(cells)
     if not trials:
-        return ["no mutant was tried: no cell that passed calls a collective that was chosen"]
-    return [
-        f"survived without a reason (shardproof_survivors): {name}"
-        for name in unlisted(trials, listed)
-    ]
+        text = "no mutant was tried: no cell that passed calls a collective that was chosen"
+        return [] if sampled else [text]
+    if not sampled and all(trial["result"] not in _TELLING for trial in trials):
+        return [f"none of {len(trials)} mutants was judged by an observation"]
+    names = unlisted(trials, listed)
+    if not names:
+        return []
+    listing = "".join(f"\n  {name}" for name in names)
+    return [f"{len(names)} survived without a reason in shardproof_survivors:{listing}"]
 
 
 def _hints(trials: Sequence[Record], listed: Sequence[Listed]) -> list[str]:
@@ -52,11 +63,13 @@ def _hints(trials: Sequence[Record], listed: Sequence[Listed]) -> list[str]:
     ]
 
 
-def lines_of(cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed]) -> list[str]:
+def lines_of(
+    cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed], *, sampled: bool = False
+) -> list[str]:
     """Kinds by results, the share that was killed, and each that was not, with its call site."""
     trials = telling(cells)
     if not trials:
-        return problems_of(cells, listed)
+        return ["no mutant was tried: no cell that passed calls a collective that was chosen"]
     counts = Counter((trial["kind"], trial["result"]) for trial in trials)
     rows = [["mutant", *RESULTS]]
     rows += [
@@ -71,15 +84,16 @@ def lines_of(cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed]) -> li
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    changing = len(trials) - totals["equivalent"]
+    changing = len(trials) - totals["equivalent"] - totals["not reached"]
     sites = len({trial["site"] for trial in trials})
     if changing:
         share = 100 * totals["killed"] / changing
         lines += ["", f"{totals['killed']} of {changing} mutants that change a number are killed"]
         lines[-1] += f" ({share:.1f} %); {sites} call sites"
-    for result in ("survived", "not judged", "refused"):
+    for result in ("survived", "not judged", "refused", "not reached"):
         lines += [_line(trial, listed) for trial in trials if trial["result"] == result]
-    return lines + _hints(trials, listed) + problems_of(cells, listed)
+    problems = problems_of(cells, listed, sampled=sampled)
+    return lines + _hints(trials, listed) + [line for text in problems for line in text.split("\n")]
 
 
 def _line(trial: Record, listed: Sequence[Listed]) -> str:

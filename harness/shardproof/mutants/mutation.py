@@ -34,6 +34,7 @@ class Call:
     chunks: list[list[Tensor]]
     before: list[Tensor]
     reduce_op: str
+    root: int | None
 
     @property
     def size(self) -> int:
@@ -58,8 +59,13 @@ class Mutation:
         self._key = mutant.target.key
         self._reduce_op = mutant.target.reduce_op
         self._last: list[Tensor] | None = None
+        self._problem = ""
         self.reached = 0
         self.changed = 0
+
+    def report(self) -> list[Any]:
+        """Calls that were reached and changed, and how the mutant itself failed, if it did."""
+        return [self.reached, self.changed, self._problem]
 
     def meant(self, key: tuple[str, str, str, str, bool]) -> bool:
         """Whether calls of this place are the target's."""
@@ -81,9 +87,13 @@ class Mutation:
         with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             group = dist.ProcessGroup.unbox(args[operation.group])
             chunks = _chunks(operation, args, group.size())
-            call = Call(operation, group, kept, outputs, chunks, before, self._reduce_op)
+            root = None if operation.root is None else int(args[operation.root])
+            call = Call(operation, group, kept, outputs, chunks, before, self._reduce_op, root)
             true = [tensor.clone() for tensor in outputs]
-            self._change(call)
+            try:
+                self._change(call)
+            except Exception as error:  # noqa: BLE001 - the mutant's own fault, told as such
+                self._problem = f"{type(error).__name__}: {error}"
             self.changed += not all(map(_same, true, outputs))
             self._last = true
         return _over(result, outputs)
@@ -212,25 +222,29 @@ def _rounded(call: Call) -> None:
 
 
 def _one_element(call: Call) -> None:
-    """The middle element, on the last rank of the group, off by the largest magnitude."""
-    if call.rank != call.size - 1:
+    """The middle element, off by the largest magnitude, on the last rank of the group.
+
+    Where only the root is handed anything, on the root.
+    """
+    at_root = call.operation.name in ("reduce", "gather") and call.root is not None
+    if call.rank != (call.root if at_root else call.size - 1):
         return
     for output in call.outputs:
         if output.numel() == 0:
             continue
-        at = tuple(length // 2 for length in output.shape)
+        middle = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
+        middle.view(-1)[output.numel() // 2] = True
         if output.dtype is torch.bool:
-            output[at] = not bool(output[at])
+            output.copy_(output ^ middle)
         elif output.dtype is torch.uint8:
             # Bytes of something else: one alone may be the last digit of a number.
-            middle = output.view(-1)[output.numel() // 2 :][:8]
-            middle.copy_(middle ^ 0x10)
+            middle.view(-1)[output.numel() // 2 :][:8] = True
+            output.copy_(torch.where(middle, output ^ 0x10, output))
         elif output.is_floating_point() or output.is_complex():
-            finite = output.abs().nan_to_num(0.0, 0.0, 0.0).max()
-            output[at] = output[at] + (finite if float(finite) > 0 else 1.0)
+            largest = float(output.abs().nan_to_num(0.0, 0.0, 0.0).max())
+            output.copy_(torch.where(middle, output + (largest or 1.0), output))
         else:
-            output[at] = output[at] + 1
-        return
+            output.copy_(torch.where(middle, output + 1, output))
 
 
 _CHANGES: dict[str, Callable[[Call], None]] = {

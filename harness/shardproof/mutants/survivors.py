@@ -12,6 +12,7 @@ REASONS: Final[Mapping[str, str]] = {
     "compared": "ranks compare what they gathered, and only a difference means anything",
     "flag": "only whether a number is zero is used, and the change keeps that",
     "own part": "a rank uses its own part of the result, and the change is in the others'",
+    "padding": "the element that changes is padding",
     "reported": "what comes of it is shown to people alone",
     "redundant": "another collective brings the same numbers",
 }
@@ -42,7 +43,7 @@ def read_survivors(path: Path) -> list[Listed]:
         SurvivorsError: no such file, another form, or a reason that is none of ``REASONS``.
     """
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SurvivorsError(f"cannot read {path}: {error}") from error
     found = []

@@ -200,7 +200,7 @@ class RankSession:
             if ledger is not None:
                 ended["ledger"] = ledger
             if self._mutation is not None:
-                ended["mutant"] = [self._mutation.reached, self._mutation.changed]
+                ended["mutant"] = self._mutation.report()
                 self._mutation = None
             ended.update(self._hooks.loaded())
             state.restore()
