@@ -22,6 +22,8 @@ OWNER = """
 import os, signal, sys
 from pathlib import Path
 from shardproof.fleet import make_scratch
+# A shell that starts tests in the background has them ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print(make_scratch(root=Path(sys.argv[1])), flush=True)
 signal.pause()
 """
@@ -42,7 +44,7 @@ class Owner:
 
     def end(self, number: int) -> None:
         self.process.send_signal(number)
-        self.process.wait()
+        self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
