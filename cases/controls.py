@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 
 from cases.parameters import marks_of, names_of, values_of
 from subjects.trainer.faults import OF_FAMILY, Fault, chosen, replaced
+from subjects.trainer.faults.sample import by_case
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -59,7 +60,7 @@ def controls(faults: Mapping[str, Fault], *, module: str) -> dict[str, Any]:
         ValueError: two modules of cases have different fixtures of one name.
     """
     found: dict[str, Any] = {}
-    for (case, params), names in _grouped(faults).items():
+    for (case, params), names in by_case(faults).items():
         first = faults[names[0]]
         try:
             body, source = _case(case)
@@ -76,15 +77,6 @@ def controls(faults: Mapping[str, Fault], *, module: str) -> dict[str, Any]:
                     "controls can't have both: rename one, or move it to cases/conftest.py"
                 )
     return found
-
-
-def _grouped(faults: Mapping[str, Fault]) -> dict[tuple[str, tuple[str, ...]], list[str]]:
-    """Names of faults by case and choice of its parameters."""
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for name, fault in faults.items():
-        chosen = tuple(f"{key}={value}" for key, value in sorted(fault.params.items()))
-        groups.setdefault((fault.case, chosen), []).append(name)
-    return groups
 
 
 def _case(name: str) -> tuple[Control, ModuleType]:

@@ -55,7 +55,7 @@ def test_code_that_is_remembered_by_identity_is_kept() -> None:
     sites = Sites()
     scope: dict[str, Any] = {"sys": sys}
     exec(compile(MADE, "made.py", "exec"), scope)  # noqa: S102 - code that can go
-    found = sites.find(scope["made"]())
+    (found,) = sites.path(scope["made"](), 1)
     assert found is not None
     code = weakref.ref(found[0])
     call: dict[str, Any] = {"match": 1, "bytes": 0}
@@ -76,7 +76,7 @@ def test_what_sites_remember_is_kept() -> None:
     scope: dict[str, Any] = {"sys": sys}
     exec(compile(MADE, "made.py", "exec"), scope)  # noqa: S102 - code that can go
     code = weakref.ref(scope["made"].__code__)
-    sites.find(scope["made"]())
+    sites.path(scope["made"](), 1)
     scope.clear()
     gc.collect()
     assert code() is not None

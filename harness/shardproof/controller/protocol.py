@@ -202,22 +202,26 @@ class Controller:
         reports = cell_reports(item, drive, ending, footer)
         if ending.outcome == "not started":
             _note_raised(reports, raised_of(drive.traces[ending.root or 0]))
-        mutants: list[Mutant] | None = None
-        if self._campaign is not None and all(report.passed for report in reports):
-            mutants = self._campaign.open_on(drive)
+        campaign = self._campaign if all(report.passed for report in reports) else None
+        mutants: list[Mutant] = []
+        if campaign is not None:
+            mutants = campaign.open_on(drive)
             if mutants and not errors:
                 errors = self._pool.retire(drive.fleet)
         if errors:
             reports = [report for report in reports if report.when != "teardown"]
             reports.append(_late_teardown(item, errors))
         trials = None
-        if mutants is not None:
-            trials = self._try_mutants(mutants, item, case, topology, reference, drive.seconds)
+        if campaign is not None:
+            trials = self._try_mutants(
+                campaign, mutants, item, case, topology, reference, drive.seconds
+            )
         self._attach(reports, case, ending, drive, reference, footer, trials)
         return reports
 
     def _try_mutants(
         self,
+        campaign: Campaign,
         mutants: list[Mutant],
         item: pytest.Item,
         case: Case,
@@ -237,9 +241,7 @@ class Controller:
                 item, case, topology, reference, None, limit=limit, mutant=mutant
             )
             self._pool.drop(drive.fleet)
-            if self._campaign is not None:
-                place = case.case, topology.name
-                records.append(self._campaign.take(mutant, *place, drive, ending))
+            records.append(campaign.take(mutant, case.case, topology.name, drive, ending))
         return records
 
     def _run_ranks(

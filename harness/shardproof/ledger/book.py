@@ -18,7 +18,7 @@ from shardproof.ledger import page
 from shardproof.ledger.calls import Call, Group, Line, Place, PlaceKey, describe, encoded
 from shardproof.ledger.operations import Operation, tensors
 from shardproof.ledger.page import State
-from shardproof.ledger.sites import Sites
+from shardproof.ledger.sites import CALLERS, Sites
 
 _REMEMBERED: Final = 8192
 _U64: Final = struct.Struct("<Q")
@@ -100,7 +100,7 @@ class Book:
         self._rank = rank
         self._axis_of = axis_of
         self._sites = sites
-        self._callers = callers
+        self._frames = CALLERS if callers else 1
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
         self._groups: dict[str, Group] = {}
@@ -121,13 +121,14 @@ class Book:
             if operation.inputs != operation.outputs:
                 inputs = tensors(args, operation.inputs)
                 handed_in = tuple([(t.shape, t.dtype) for t in inputs])
-        site = self._sites.path(frame) if self._callers else self._sites.find(frame)
+        site = self._sites.path(frame, self._frames)
         backward = torch._C._current_graph_task_id() != -1
         process_group = dist.ProcessGroup.unbox(args[operation.group])
         name = process_group.group_name
         reduced = -1 if operation.reduce_op is None else args[operation.reduce_op].op()
         numbers = tuple([args[position] for position in operation.numbers])
-        place = self._place(site)
+        # By identity, which is cheaper to look up than by the hash of code.
+        place = tuple([(id(code), line) for code, line in site])
         key = (name, operation.schema, reduced, numbers, handed_out, handed_in, place, backward)
         with self._lock:
             call = self._calls.get(key)
@@ -141,24 +142,13 @@ class Book:
                     handed_out=handed_out,
                     handed_in=handed_in,
                     reduced=reduced,
-                    site=self._words(site),
+                    site=self._sites.path_text(site),
                     backward=backward,
                 )
                 call = self._learn(key, described, group, site)
             if operation.is_message:
                 self.messages += 1
             return self._write(call, backward=backward), outputs
-
-    def _place(self, site: Any) -> Any:
-        """A call site by identity, which is cheaper to look up than by the hash of its code."""
-        if not site:
-            return None
-        if self._callers:
-            return tuple([(id(code), line) for code, line in site])
-        return id(site[0]), site[1]
-
-    def _words(self, site: Any) -> str:
-        return self._sites.path_text(site) if self._callers else self._sites.text(site)
 
     def change(self, number: int, at: int, state: int, ended: float = 0.0) -> None:
         """Set the state of an entry that the ring still holds."""

@@ -11,7 +11,8 @@ from typing import Final
 
 _PACKAGES: Final = ("torch", "megatron", "typing_extensions")
 _REMEMBERED: Final = 20_000
-_CALLERS: Final = 4
+CALLERS: Final = 4
+"""Frames of user code by which a call site is told apart where its callers count."""
 
 
 class Sites:
@@ -24,51 +25,37 @@ class Sites:
         self._is_inner: dict[int, tuple[bool, CodeType]] = {}
         self._texts: dict[tuple[CodeType, int], str] = {}
 
-    def find(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
-        """Code and line of the first frame of user code from ``frame`` outwards.
+    def path(self, frame: FrameType | None, most: int) -> tuple[tuple[CodeType, int], ...]:
+        """Code and line of the first frame of user code from ``frame`` outwards, then its callers.
 
-        None where there is none, as on a thread of the autograd engine.
+        ``most`` in all, as long as they are of one folder: a helper that calls for many is told
+        apart by who called it. Empty where there is no user code, as on a thread of the autograd
+        engine.
         """
+        found: list[tuple[CodeType, int]] = []
+        while len(found) < most and (frame := self._user_frame(frame)) is not None:
+            if found and _folder(frame.f_code) != _folder(found[0][0]):
+                break
+            found.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        return tuple(found)
+
+    def _user_frame(self, frame: FrameType | None) -> FrameType | None:
         inner = self._is_inner
         while frame is not None:
             code = frame.f_code
             known = inner.get(id(code)) or self._learn(code)
             if not known[0]:
-                return code, frame.f_lineno
+                return frame
             frame = frame.f_back
         return None
 
-    def path(self, frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
-        """The same and its callers, up to four in all, as long as they are of one folder.
-
-        A helper that calls for many is told apart by who called it.
-        """
-        first = self.find(frame)
-        if first is None:
-            return ()
-        found = [first]
-        while frame is not None and frame.f_code is not first[0]:
-            frame = frame.f_back
-        frame = None if frame is None else frame.f_back
-        folder = os.path.dirname(first[0].co_filename)  # noqa: PTH120 - called for each operation
-        while frame is not None and len(found) < _CALLERS:
-            code = frame.f_code
-            known = self._is_inner.get(id(code)) or self._learn(code)
-            if not known[0]:
-                if os.path.dirname(code.co_filename) != folder:  # noqa: PTH120
-                    break
-                found.append((code, frame.f_lineno))
-            frame = frame.f_back
-        return tuple(found)
-
     def path_text(self, path: tuple[tuple[CodeType, int], ...]) -> str:
         """The texts of a call site and its callers, innermost first."""
-        return " < ".join(map(self.text, path)) if path else self.text(None)
+        return " < ".join(map(self._text, path)) or "a thread without user code"
 
-    def text(self, site: tuple[CodeType, int] | None) -> str:
+    def _text(self, site: tuple[CodeType, int]) -> str:
         """``file:line in function``, the file relative to the working directory if it is below."""
-        if site is None:
-            return "a thread without user code"
         found = self._texts.get(site)
         if found is None:
             code, line = site
@@ -88,6 +75,10 @@ class Sites:
         inner = path.startswith(("<", *self._inner)) or "torchinductor_" in path
         known = self._is_inner[id(code)] = (inner, code)
         return known
+
+
+def _folder(code: CodeType) -> str:
+    return os.path.dirname(code.co_filename)  # noqa: PTH120 - called for each operation
 
 
 def _inner_folders() -> tuple[str, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+from shardproof.mutants.campaign import Result
 from shardproof.mutants.survivors import REASONS, Listed, needless, unlisted
 from shardproof.mutants.target import KINDS
 
 # From the best that a mutant may come to on any cell to what says least.
-RESULTS: Final = ("killed", "refused", "survived", "not judged", "equivalent", "not reached")
+RESULTS: Final[Sequence[Result]] = get_args(Result)
 _TELLING: Final = ("killed", "refused", "survived")
 _UNSEEN: Final = "no case observes what this collective produces"
 

@@ -132,7 +132,6 @@ class Traits:
     overwrites: bool
     steady: frozenset[str]
     """Written arguments that are not perturbed."""
-    returns_view: bool
     foreach: bool
     views: bool
     """It only looks at a storage otherwise: what it returns is as tainted as what it was given."""
@@ -205,7 +204,6 @@ def _read(op: OpOverload) -> Traits:
         outs=tuple(outs),
         overwrites=name in _OVERWRITES,
         steady=steady,
-        returns_view=returns_view,
         foreach=name.startswith("_foreach_"),
         views=returns_view and kind is Kind.EXACT and not writes and not outs,
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from subjects.trainer.faults.fault import Fault
 
+Name = TypeVar("Name", str, tuple[str, tuple[str, ...]])
 SHARE = 1 / 4
 """The part of each family that a sample takes, at least."""
 
@@ -28,9 +30,7 @@ def chosen(
         return {name: fault for faults in families.values() for name, fault in faults.items()}
     found: dict[str, Fault] = {}
     for family, faults in families.items():
-        groups: dict[str, list[str]] = {}
-        for name, fault in faults.items():
-            groups.setdefault(f"{fault.case} {sorted(fault.params.items())}", []).append(name)
+        groups = by_case(faults)
         order = shuffled(groups, f"{seed}/{family}")
         taken: list[str] = []
         for group in order:
@@ -39,6 +39,15 @@ def chosen(
             taken += groups[group]
         found |= {name: fault for name, fault in faults.items() if name in taken}
     return found
+
+
+def by_case(faults: Mapping[str, Fault]) -> dict[tuple[str, tuple[str, ...]], list[str]]:
+    """Names of faults by case and choice of its parameters."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, fault in faults.items():
+        params = tuple(f"{key}={value}" for key, value in sorted(fault.params.items()))
+        groups.setdefault((fault.case, params), []).append(name)
+    return groups
 
 
 def seed_of(words: str, variable: str) -> str | None:
@@ -58,7 +67,7 @@ def seed_of(words: str, variable: str) -> str | None:
     return seed
 
 
-def shuffled(names: Iterable[str], seed: str) -> list[str]:
+def shuffled(names: Iterable[Name], seed: str) -> list[Name]:
     """The names in an order that the seed alone decides."""
     order = sorted(names)
     random.Random(seed).shuffle(order)
