@@ -18,9 +18,11 @@ from shardproof.mutants.target import (
     MULTIPLIED,
     MUTABLE,
     OTHER_REDUCTION,
+    STALE,
     WORLD,
     Mutant,
     Target,
+    is_the_cases_own,
     mutants_of,
     targets_of,
 )
@@ -35,6 +37,7 @@ def target(operation: str = "all_reduce", **other: Any) -> Target:
         "backward": False,
         "size": 2,
         "whole": False,
+        "repeated": True,
     }
     return Target(**fields | other)
 
@@ -55,6 +58,7 @@ def test_every_operation_that_hands_out_numbers_can_be_broken() -> None:
 def test_a_mutant_that_could_change_nothing_is_none() -> None:
     assert {WORLD, OTHER_REDUCTION, MULTIPLIED, DIVIDED} <= kinds_of(target())
     assert WORLD not in kinds_of(target(whole=True))
+    assert STALE in kinds_of(target()) - kinds_of(target(repeated=False))
     assert not {OTHER_REDUCTION, MULTIPLIED, DIVIDED} & kinds_of(target(reduce_op="MIN"))
     assert OTHER_REDUCTION in kinds_of(target(reduce_op="MAX"))
     assert kinds_of(target("broadcast")) < kinds_of(
@@ -75,13 +79,40 @@ def test_a_name_outlives_its_line_and_its_topology() -> None:
 
 
 def test_targets_are_calls_between_ranks_that_hand_out_something() -> None:
-    def place(operation: str, size: int) -> list[Any]:
-        return [["cp", operation, "", "here", False], size, 3]
+    def place(operation: str, size: int, calls: int = 1) -> list[Any]:
+        return [["cp", operation, "", "here", False], size, calls]
 
     both = [place("all_gather", 2), place("all_gather", 2)]
     found = targets_of([*both, place("barrier", 2), place("send", 2), place("broadcast", 1)], 4)
     assert [(one.operation, one.size, one.whole) for one in found] == [("all_gather", 2, False)]
     assert targets_of(both, 2)[0].whole
+    # A rank that calls it again is enough.
+    assert not found[0].repeated
+    (one,) = targets_of([*both, place("all_gather", 2, calls=2), *both], 4)
+    assert one.repeated
+
+
+def test_collectives_of_cases_are_none_of_the_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    root = Path("/home/repo")
+    subject = (root / "src/trainer",)
+    for site, own in {
+        "home/repo/tests/test_a.py:3 in f < home/repo/tests/test_a.py:9 in g": True,
+        "home/repo/src/other.py:3 in f": True,
+        "home/repo/src/trainer/reduce.py:3 in f": False,
+        "home/repo/.venv/lib/python3.11/site-packages/megatron/core/mappings.py:3 in f": False,
+        "/opt/megatron/core/mappings.py:3 in f": False,
+    }.items():
+        assert is_the_cases_own(site, subject, root) is own, site
+        assert not is_the_cases_own(site, (), root)
+
+
+def test_a_name_does_not_say_where_libraries_are() -> None:
+    folder = "{0}/site-packages/megatron/core"
+    site = f"{folder}/mappings.py:3 in f < {folder}/layers.py:4 in g"
+    here, there = (site.format(path) for path in (".venv/lib/python3.11", "/usr/lib"))
+    assert Mutant(target(site=here), DROPPED).name == Mutant(target(site=there), DROPPED).name
+    assert "(forward) megatron/core/mappings.py in f" in Mutant(target(site=here), DROPPED).name
 
 
 def test_choices() -> None:
@@ -125,11 +156,36 @@ def cell(*trials: tuple[str, str], case: str = "t.py::test_a") -> dict[str, Any]
             "backward": False,
             "site": "t.py:3 in step",
             "result": result,
+            "ratio": 5e8 if result == "killed" else None,
             "by": ["loss"],
         }
         for kind, result in trials
     ]
-    return {"case": case, "topology": "cp2", "mutants": records}
+    seen = [
+        {"name": "loss", "ratio": 0.7, "row_ratio": None},
+        {"name": "states", "ratio": 0.9, "row_ratio": 2.5},
+    ]
+    return {"case": case, "topology": "cp2", "mutants": records, "observations": seen}
+
+
+def test_clean_runs_and_killed_mutants_must_be_far_apart() -> None:
+    one = cell((DROPPED, "killed"), (WORLD, "killed"))
+    assert "at most 2.5, of killed mutants at least 5e+08: 2e+08 times" in "\n".join(
+        lines_of([one], [])
+    )
+    assert problems_of([one], []) == []
+    one["mutants"][1]["ratio"] = 240.0
+    (problem,) = problems_of([one], [])
+    assert problem.startswith(
+        "clean runs and killed mutants are 96 times apart, expected 100: states"
+    )
+    assert "over the whole world: all_reduce" in problem
+    one["mutants"][1]["ratio"] = 260.0
+    assert problems_of([one], []) == []
+    # A difference of shape has no ratio.
+    one["mutants"] = one["mutants"][:1]
+    one["mutants"][0]["ratio"] = None
+    assert problems_of([one], []) == []
 
 
 def test_the_best_of_several_cells_counts() -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest.skipping import evaluate_skip_marks, evaluate_xfail_marks
 
-from shardproof.against.raised import RAISED
 from shardproof.against.sides import Side
 from shardproof.cells import (
     MARKER,
-    PAYLOAD,
     Case,
     CaseError,
     CaseOptions,
@@ -29,15 +27,10 @@ from shardproof.cells import (
 from shardproof.controller.drive import Drive, run_to_end
 from shardproof.controller.fleets import FleetPool, StartError
 from shardproof.controller.outcome import Ending, ending_of
+from shardproof.controller.payload import CellReports, note_raised
 from shardproof.controller.reference import Reference, make_reference
-from shardproof.controller.reports import (
-    cell_reports,
-    reproduce_line,
-    simple_report,
-    skip_report,
-)
+from shardproof.controller.reports import cell_reports, reproduce_line, simple_report
 from shardproof.controller.traces import raised_of
-from shardproof.controller.watch import collectives_of
 from shardproof.mutants.campaign import Campaign
 from shardproof.mutants.target import Mutant
 from shardproof.options import Settings
@@ -45,6 +38,7 @@ from shardproof.rank.groups import same_counts
 from shardproof.rank.work import Run
 from shardproof.results import describe_fall
 from shardproof.topology import Topology
+from shardproof.verdict import FEW_RUNS
 
 _REFUSED = {
     "usepdb": "--pdb",
@@ -80,7 +74,13 @@ class Controller:
         self._config = config
         self._settings = settings
         self._pool = FleetPool(config, settings, side)
-        self._campaign = Campaign(settings.mutants) if settings.mutants is not None else None
+        self._campaign: Campaign | None = None
+        if settings.mutants is not None:
+            subject = tuple(config.rootpath / path for path in settings.subject)
+            self._campaign = Campaign(settings.mutants, config.rootpath, subject)
+        self._write = CellReports(settings)
+        # What mutants import beyond what untouched ranks have, in the order in which it came.
+        self._imports: dict[str, None] = {}
         self._references: OrderedDict[str, Reference] = OrderedDict()
         self._unclean: set[int] = set()
         self._last: pytest.Item | None = None
@@ -139,34 +139,36 @@ class Controller:
             case = describe(item, cell)
         except CaseError as error:
             case = Case(case_id(item, cell), cell, CaseOptions())
-            return [self._bad(item, case, "invalid", str(error))]
+            return [self._write.bad(item, case, "invalid", str(error))]
         skip = evaluate_skip_marks(item)
         xfail = evaluate_xfail_marks(item)
         if skip is not None:
-            return [self._skipped(item, case, skip.reason)]
+            return [self._write.skipped(item, case, skip.reason)]
         if xfail is not None and not xfail.run and not item.config.option.runxfail:
-            return [self._xfailed(item, case, f"[NOTRUN] {xfail.reason}")]
+            return [self._write.xfailed(item, case, f"[NOTRUN] {xfail.reason}")]
         topology = cell.topology
         if topology is None:
-            return [self._bad(item, case, "invalid", str(cell.problem))]
+            return [self._write.bad(item, case, "invalid", str(cell.problem))]
         misfit = case.options.misfit(topology)
         if misfit is not None:
-            return [self._bad(item, case, "invalid", f"{topology.name} does not fit: {misfit}")]
+            return [
+                self._write.bad(item, case, "invalid", f"{topology.name} does not fit: {misfit}")
+            ]
         missing = case.options.missing()
         if missing is not None:
-            return [self._skipped(item, case, missing)]
+            return [self._write.skipped(item, case, missing)]
         if topology.world_size > self._settings.max_ranks:
             reason = (
                 f"{topology.name} needs {topology.world_size} ranks, at most "
                 f"{self._settings.max_ranks} are allowed (shardproof_max_ranks)"
             )
-            return [self._skipped(item, case, reason)]
+            return [self._write.skipped(item, case, reason)]
         try:
             return self._run_cell(item, case, topology, nextitem)
         except (StartError, OSError) as error:
             # OSError: a full device, or a case that removed the directories of others.
             raised = getattr(error, "raised", None)
-            return [self._bad(item, case, "not started", str(error), raised)]
+            return [self._write.bad(item, case, "not started", str(error), raised)]
         finally:
             self._done_with(self._key(item))
 
@@ -180,9 +182,9 @@ class Controller:
         limit = case.options.timeout or self._settings.timeout
         reference = self._reference(item, case, limit)
         if reference.skip is not None:
-            return [self._skipped(item, case, f"the reference skipped: {reference.skip}")]
+            return [self._write.skipped(item, case, f"the reference skipped: {reference.skip}")]
         if reference.xfail is not None:
-            return [self._xfailed(item, case, reference.xfail)]
+            return [self._write.xfailed(item, case, reference.xfail)]
         if reference.problem is None and reference.fallen and case.options.full_precision:
             places = "\n".join(describe_fall(fall) for fall in reference.fallen)
             reference.problem = (
@@ -191,56 +193,52 @@ class Controller:
             )
         if reference.problem is not None:
             outcome, text = reference.problem
-            return [self._bad(item, case, outcome, text, reference.raised)]
+            return [self._write.bad(item, case, outcome, text, reference.raised)]
         following = self._next(item, topology.world_size, nextitem)
         drive, ending, errors = self._run_ranks(
             item, case, topology, reference, following, limit=limit
         )
         footer = reproduce_line(item, self._settings, topology.name)
         if drive.verdicts == [] and ending.outcome == "passed":
-            return [self._bad(item, case, "invalid", _OBSERVES_NOTHING)]
+            return [self._write.bad(item, case, "invalid", _OBSERVES_NOTHING)]
         reports = cell_reports(item, drive, ending, footer)
         if ending.outcome == "not started":
-            _note_raised(reports, raised_of(drive.traces[ending.root or 0]))
-        campaign = self._campaign if all(report.passed for report in reports) else None
-        mutants: list[Mutant] = []
-        if campaign is not None:
-            mutants = campaign.open_on(drive)
-            if mutants and not errors:
-                errors = self._pool.retire(drive.fleet)
+            note_raised(reports, raised_of(drive.traces[ending.root or 0]))
         if errors:
             reports = [report for report in reports if report.when != "teardown"]
             reports.append(_late_teardown(item, errors))
         trials = None
-        if campaign is not None:
-            trials = self._try_mutants(
-                campaign, mutants, item, case, topology, reference, drive.seconds
-            )
-        self._attach(reports, case, ending, drive, reference, footer, trials)
+        if self._campaign is not None and all(report.passed for report in reports):
+            trials = self._try_mutants(self._campaign, item, case, topology, reference, drive)
+        self._write.attach(reports, case, ending, drive, reference, footer, trials)
         return reports
 
     def _try_mutants(
         self,
         campaign: Campaign,
-        mutants: list[Mutant],
         item: pytest.Item,
         case: Case,
         topology: Topology,
         reference: Reference,
-        seconds: float,
+        passed: Drive,
     ) -> list[dict[str, Any]]:
-        """Run mutants on a cell that passed in so many seconds; what came of each.
+        """Run mutants on a cell that has just passed; what came of each.
 
-        Each on fresh ranks: what a broken collective leaves in caches and fixtures would speak in
+        Each on ranks as new: what a broken collective leaves in caches and fixtures would speak in
         the next run, and what is made once must be made again to be broken.
         """
-        limit = _MUTANT_LEAST + _MUTANT_TIMES * seconds
+        limit = _MUTANT_LEAST + _MUTANT_TIMES * passed.seconds
         records = []
-        for mutant in mutants:
+        for mutant in campaign.open_on(passed, case.case):
             drive, ending, _ = self._run_ranks(
                 item, case, topology, reference, None, limit=limit, mutant=mutant
             )
-            self._pool.drop(drive.fleet)
+            ends = [trace.done or {} for trace in drive.traces]
+            if any(end.get("used", True) for end in ends):
+                self._pool.drop(drive.fleet)
+            self._imports.update(
+                dict.fromkeys(name for end in ends for name in end.get("imported", ()))
+            )
             records.append(campaign.take(mutant, case.case, topology.name, drive, ending))
         return records
 
@@ -258,7 +256,7 @@ class Controller:
         """Run the cell on ranks once; also what fixtures of ended ranks said."""
         size = topology.world_size
         cell_dir = self._pool.directory("cell")
-        fleet = self._pool.get(f"ranks{size}", size)
+        fleet = self._pool.get(f"ranks{size}" if mutant is None else f"untouched{size}", size)
         new_groups = not self._settings.keep_groups or size in self._unclean
         run = Run(
             nodeid=item.nodeid,
@@ -270,7 +268,7 @@ class Controller:
             cell_dir=str(cell_dir),
             case_dir=str(reference.case_dir),
             tmp_path=self._pool.tmp_path(item),
-            rendezvous=str(fleet.directory),
+            rendezvous=str(fleet.directory if mutant is None else cell_dir),
             dtype=case.options.dtype or self._settings.dtype,
             seed=self._settings.seed,
             megatron=case.options.megatron,
@@ -278,13 +276,15 @@ class Controller:
             ledger=self._settings.ledger,
             callers=self._campaign is not None,
             mutant=None if mutant is None else mutant.message(),
+            apart=mutant is not None,
+            imports=tuple(self._imports) if mutant is not None else (),
         )
         footer = reproduce_line(item, self._settings, topology.name)
         drive = run_to_end(Drive(fleet, run, limit=limit, reproduce=footer))
         if self._pool.side is not None:
             self._pool.side.look(trace.loaded for trace in drive.traces)
         ending = ending_of(drive)
-        errors = self._after(drive, size)
+        errors = self._after(drive, size) if mutant is None else []
         shutil.rmtree(cell_dir, ignore_errors=True)
         return drive, ending, errors
 
@@ -325,7 +325,9 @@ class Controller:
                 **paths,
             )
 
-        reference = make_reference(self._pool, item, make_run, limit=limit)
+        # Mutants are far from every gate, also from the wide ones of few noise runs.
+        most = None if self._campaign is None else FEW_RUNS
+        reference = make_reference(self._pool, item, make_run, limit=limit, most=most)
         if self._settings.fresh:
             self._pool.end_references()
         self._references[key] = reference
@@ -381,85 +383,6 @@ class Controller:
             raise RuntimeError(f"{item.nodeid} is no parity case")
         return cell
 
-    # Reports ----------------------------------------------------------------------------------
-
-    def _bad(
-        self,
-        item: pytest.Item,
-        case: Case,
-        outcome: str,
-        text: str,
-        raised: Mapping[str, Any] | None = None,
-    ) -> pytest.TestReport:
-        """A failure of the cell that no rank reported."""
-        topology = case.cell.label
-        footer = reproduce_line(item, self._settings, topology)
-        report = simple_report(
-            item,
-            when="setup",
-            outcome="failed",
-            longrepr=f"{outcome}: {text}\n\nreproduce: {footer}",
-        )
-        self._attach([report], case, Ending(outcome), None, None, footer)
-        _note_raised([report], raised)
-        return report
-
-    def _skipped(self, item: pytest.Item, case: Case, reason: str) -> pytest.TestReport:
-        report = skip_report(item, reason)
-        self._attach([report], case, Ending("skipped"), None, None, "")
-        return report
-
-    def _xfailed(self, item: pytest.Item, case: Case, reason: str) -> pytest.TestReport:
-        report = skip_report(item, reason)
-        report.wasxfail = reason
-        self._attach([report], case, Ending("xfailed"), None, None, "")
-        return report
-
-    def _attach(
-        self,
-        reports: list[pytest.TestReport],
-        case: Case,
-        ending: Ending,
-        drive: Drive | None,
-        reference: Reference | None,
-        footer: str,
-        trials: list[dict[str, Any]] | None = None,
-    ) -> None:
-        """Put the machine-readable result on the report that decides the cell."""
-        decisive = next((r for r in reports if r.outcome == "failed"), None)
-        decisive = decisive or next((r for r in reports if r.when == "call"), reports[0])
-        outcome = ending.outcome
-        if outcome in ("passed", "skipped") and decisive.outcome == "failed":
-            outcome = "raised"
-        if hasattr(decisive, "wasxfail"):
-            outcome = "xpassed" if decisive.outcome == "passed" else "xfailed"
-        result: dict[str, Any] = {
-            "case": case.case,
-            "topology": case.cell.label,
-            "outcome": outcome,
-            "dtype": case.options.dtype or self._settings.dtype,
-            "seconds": round(drive.seconds, 4) if drive else 0.0,
-            "observations": [_public(verdict) for verdict in (drive and drive.verdicts) or []],
-        }
-        if drive is not None and drive.run.ledger:
-            result["collectives"] = collectives_of(drive)
-        if trials is not None:
-            result["mutants"] = trials
-        if reference is not None:
-            result["reference_seconds"] = round(reference.seconds, 4)
-            if reference.fallen:
-                result["lower_precision"] = reference.fallen
-        if outcome == "skipped" and isinstance(decisive.longrepr, tuple):
-            result["reason"] = decisive.longrepr[2].removeprefix("Skipped: ")
-        if outcome not in ("passed", "skipped"):
-            result.update(
-                root=ending.root,
-                ranks=ending.ranks,
-                message=decisive.longreprtext,
-                reproduce=footer,
-            )
-        setattr(decisive, PAYLOAD, result)
-
     # The end ----------------------------------------------------------------------------------
 
     @pytest.hookimpl(trylast=True)
@@ -485,28 +408,9 @@ _OBSERVES_NOTHING = (
 )
 
 
-def _note_raised(reports: list[pytest.TestReport], raised: Mapping[str, Any] | None) -> None:
-    """Put what was raised on the report of a failure that no rank reported."""
-    if raised is not None:
-        for report in reports:
-            if report.outcome == "failed":
-                setattr(report, RAISED, dict(raised))
-
-
 def _late_teardown(item: pytest.Item, errors: list[str]) -> pytest.TestReport:
     text = "fixtures of higher scope failed as the ranks ended\n" + "\n".join(errors)
     return simple_report(item, when="teardown", outcome="failed", longrepr=text)
-
-
-_PUBLIC = (
-    *("name", "kind", "numel", "ratio", "row_ratio", "gate", "row_gate", "floor", "norm"),
-    "outcome",
-)
-
-
-def _public(verdict: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a verdict that run.jsonl documents."""
-    return {key: verdict.get(key) for key in _PUBLIC}
 
 
 def _remove(reference: Reference) -> None:

@@ -42,10 +42,16 @@ class Reference:
 
 
 def make_reference(
-    pool: FleetPool, item: pytest.Item, make_run: Callable[..., Run], *, limit: float
+    pool: FleetPool,
+    item: pytest.Item,
+    make_run: Callable[..., Run],
+    *,
+    limit: float,
+    most: int | None = None,
 ) -> Reference:
     """Run the reference, repeat it, run it under noise, and have the floors computed.
 
+    ``most`` limits the noise runs: fewer make wider gates.
     ``make_run(role=..., noise=..., tmp_path=..., rendezvous=..., reference_dir=..., cell_dir=...,
     case_dir=...)`` makes one run of the item.
     """
@@ -71,7 +77,7 @@ def make_reference(
         first = run_to_end(start(labels[0], "reference", 0))
         _account(pool, reference, first)
         if (reference.problem, reference.skip, reference.xfail) == (None, None, None):
-            _floors(pool, reference, start, labels)
+            _floors(pool, reference, start, labels, most)
     except StartError as error:
         reference.problem = ("not started", str(error))
         reference.raised = error.raised
@@ -79,10 +85,18 @@ def make_reference(
 
 
 def _floors(
-    pool: FleetPool, reference: Reference, start: Callable[..., Drive], labels: list[str]
+    pool: FleetPool,
+    reference: Reference,
+    start: Callable[..., Drive],
+    labels: list[str],
+    most: int | None,
 ) -> None:
     """Repeat the reference, run it under noise, and compute what errors are measured in."""
-    wanted = reference_needs(reference.directory)
+
+    def limited(runs: int) -> int:
+        return runs if most is None else min(runs, most)
+
+    wanted = limited(reference_needs(reference.directory))
     _run_all(pool, reference, start, labels, [("repeat", 0), *_noise(0, wanted)])
     while reference.problem is None:
         answer = _ask(
@@ -96,11 +110,12 @@ def _floors(
         if summary["outcome"] != "passed":
             reference.problem = _what_failed(summary["failures"])
             return
-        if summary["wanted"] <= wanted:
+        more = limited(summary["wanted"])
+        if more <= wanted:
             return
         # So few runs would need a wide gate somewhere.
-        _run_all(pool, reference, start, labels, _noise(wanted, summary["wanted"]))
-        wanted = summary["wanted"]
+        _run_all(pool, reference, start, labels, _noise(wanted, more))
+        wanted = more
 
 
 def _noise(first: int, end: int) -> list[tuple[str, int]]:

@@ -5,10 +5,13 @@ The interpreter's fault handler writes them from a signal handler, without takin
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -38,11 +41,33 @@ def enable_stacks(path: Path) -> None:
     # The handler writes to this descriptor for the rest of the process's life, so nobody may own
     # and close it.
     fd = path.open("ab", buffering=0)
-    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+    _register(fd)
     _kept_open.append(fd)
 
 
-_kept_open: list[object] = []
+@contextlib.contextmanager
+def stacks_of(child: int) -> Iterator[None]:
+    """Whoever asks this process for its stacks gets those of a forked ``child`` meanwhile."""
+
+    def pass_on(number: int, _frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    faulthandler.unregister(STACK_SIGNAL)
+    signal.signal(STACK_SIGNAL, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        if _kept_open:
+            _register(_kept_open[-1])
+
+
+def _register(fd: FileIO) -> None:
+    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+
+
+_kept_open: list[FileIO] = []
 
 
 def collect_stacks(

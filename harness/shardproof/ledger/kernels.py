@@ -61,6 +61,7 @@ class _State:
     mutation: Mutation | None = None
     libraries: list[Any] = field(default_factory=list)
     sites: Sites = field(default_factory=Sites)
+    library_sites: Sites = field(default_factory=lambda: Sites(libraries=True))
     works: dict[int, tuple[Any, Mark]] = field(default_factory=dict)
     tensors: OrderedDict[int, Mark] = field(default_factory=OrderedDict)
     installed: bool = False
@@ -80,13 +81,14 @@ def begin(
 ) -> None:
     """Open the book of a cell, in which ``mutation`` is at work.
 
-    With ``callers`` a call site is told apart by its callers too.
+    With ``callers`` a call site is told apart by its callers too, and may lie in a library.
 
     Raises:
         LedgerError: torch has operations that the ledger does not know.
     """
     install()
-    _state.book = Book(directory, rank, axis_of, _state.sites, callers=callers)
+    sites = _state.library_sites if callers else _state.sites
+    _state.book = Book(directory, rank, axis_of, sites, callers=callers)
     _state.mutation = mutation
 
 

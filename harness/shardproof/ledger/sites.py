@@ -1,4 +1,4 @@
-"""Where user code called an operation: the first frame outside torch, megatron and this plugin."""
+"""Where an operation was called: the first frame outside torch, this plugin and other libraries."""
 
 from __future__ import annotations
 
@@ -6,31 +6,36 @@ import importlib.util
 import os
 import sys
 import sysconfig
+from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Final
 
-_PACKAGES: Final = ("torch", "megatron", "typing_extensions")
+_TORCH: Final = ("torch", "typing_extensions")
+_LIBRARIES: Final = ("megatron",)
 _REMEMBERED: Final = 20_000
 CALLERS: Final = 4
 """Frames of user code by which a call site is told apart where its callers count."""
 
 
 class Sites:
-    """Finds call sites; what a code object is and what a line is called is looked up once."""
+    """Finds call sites; what a code object is and what a line is called is looked up once.
 
-    def __init__(self) -> None:
-        self._inner = _inner_folders()
+    Those of user code, or with ``libraries`` those of the library that user code calls: where it
+    calls an operation in backward, user code says no more than where backward began.
+    """
+
+    def __init__(self, *, libraries: bool = False) -> None:
+        self._inner = _inner_folders(_TORCH if libraries else (*_TORCH, *_LIBRARIES))
         # By identity: the hash of a code object is made of all its instructions, each time. What
         # is remembered keeps its code, so that no other takes its place.
         self._is_inner: dict[int, tuple[bool, CodeType]] = {}
         self._texts: dict[tuple[CodeType, int], str] = {}
 
     def path(self, frame: FrameType | None, most: int) -> tuple[tuple[CodeType, int], ...]:
-        """Code and line of the first frame of user code from ``frame`` outwards, then its callers.
+        """Code and line of the first frame to be named from ``frame`` outwards, then its callers.
 
         ``most`` in all, as long as they are of one folder: a helper that calls for many is told
-        apart by who called it. Empty where there is no user code, as on a thread of the autograd
-        engine.
+        apart by who called it. Empty where there is none, as on a thread of the autograd engine.
         """
         found: list[tuple[CodeType, int]] = []
         while len(found) < most and (frame := self._user_frame(frame)) is not None:
@@ -81,11 +86,11 @@ def _folder(code: CodeType) -> str:
     return os.path.dirname(code.co_filename)  # noqa: PTH120 - called for each operation
 
 
-def _inner_folders() -> tuple[str, ...]:
+def _inner_folders(packages: Sequence[str]) -> tuple[str, ...]:
     """Folders of code that calls operations for others; the standard library passes calls on."""
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     folders, inside = [here], []
-    for package in _PACKAGES:
+    for package in packages:
         try:
             spec = importlib.util.find_spec(package) if package not in sys.modules else None
             module = sys.modules.get(package)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardproof.mutants.target import Mutant, mutants_of, targets_of
+from shardproof.mutants.target import Mutant, is_the_cases_own, mutants_of, targets_of
 
 if TYPE_CHECKING:
     from shardproof.controller.drive import Drive
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 Result = Literal["killed", "refused", "survived", "not judged", "equivalent", "not reached"]
 TRIES = 3
-"""Cells on which a mutant is tried before it counts as survived."""
+"""Test functions with which a mutant is tried before it counts as survived, or as equivalent."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,28 @@ class Trial:
 
 @dataclass
 class Campaign:
-    """Which mutants are tried, and what came of each so far."""
+    """Which mutants are tried, and what came of each so far.
+
+    ``subject`` are absolute paths of the system under test in the project at ``root``: collectives
+    that cases call by themselves are left as they are. When empty, all are tried.
+    """
 
     choice: Choice
+    root: Path
+    subject: tuple[Path, ...] = ()
     tries: int = TRIES
     trials: dict[tuple[str, str], list[Trial]] = field(default_factory=dict)
 
-    def open_on(self, drive: Drive) -> list[Mutant]:
+    def open_on(self, drive: Drive, case: str) -> list[Mutant]:
         """What is still to be tried on a cell that has just passed."""
         reports = [trace.done["ledger"] for trace in drive.traces if trace.done is not None]
         places = [place for report in reports for place in report["places"]]
         return [
             mutant
             for target in targets_of(places, drive.fleet.size)
+            if not is_the_cases_own(target.site, self.subject, self.root)
             for mutant in mutants_of(target)
-            if self.choice.takes(mutant) and self._open(mutant)
+            if self.choice.takes(mutant) and self._open(mutant, case)
         ]
 
     def take(
@@ -87,14 +95,17 @@ class Campaign:
         self.trials.setdefault(_key(mutant), []).append(trial)
         return trial.record()
 
-    def _open(self, mutant: Mutant) -> bool:
+    def _open(self, mutant: Mutant, case: str) -> bool:
         trials = self.trials.get(_key(mutant), [])
         if any(trial.result == "killed" for trial in trials):
             return False
-        return sum(trial.result not in _SAYS_NOTHING for trial in trials) < self.tries
+        # Cases of one function see much the same.
+        tried = {_function(trial.case) for trial in trials if trial.result != "not reached"}
+        return len(tried) < self.tries and _function(case) not in tried
 
 
-_SAYS_NOTHING = ("equivalent", "not reached")
+def _function(case: str) -> str:
+    return case.partition("[")[0]
 
 
 def _key(mutant: Mutant) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, get_args
 
 from shardproof.mutants.campaign import Result
@@ -13,6 +14,8 @@ from shardproof.mutants.target import KINDS
 # From the best that a mutant may come to on any cell to what says least.
 RESULTS: Final[Sequence[Result]] = get_args(Result)
 _TELLING: Final = ("killed", "refused", "survived")
+APART: Final = 100.0
+"""How many times further from the reference than clean runs killed mutants must be."""
 _UNSEEN: Final = "no case observes what this collective produces"
 
 Record = Mapping[str, Any]
@@ -42,17 +45,67 @@ def problems_of(
 
     A sample may be empty.
     """
+    cells = list(cells)
     trials = telling(cells)
     if not trials:
         text = "no mutant was tried: no cell that passed calls a collective that was chosen"
         return [] if sampled else [text]
     if not sampled and all(trial["result"] not in _TELLING for trial in trials):
         return [f"none of {len(trials)} mutants was judged by an observation"]
+    problems = []
+    apart = _separation(cells)
+    if apart is not None and apart.factor < APART:
+        problems.append(
+            f"clean runs and killed mutants are {apart.factor:.2g} times apart, expected "
+            f"{APART:g}: {apart.clean}, {apart.mutant}; either a clean run is nearly a fault, or "
+            "a fault is nearly rounding: run these cases in float64, or look at what they observe"
+        )
     names = unlisted(trials, listed)
-    if not names:
-        return []
-    listing = "".join(f"\n  {name}" for name in names)
-    return [f"{len(names)} survived without a reason in shardproof_survivors:{listing}"]
+    if names:
+        listing = "".join(f"\n  {name}" for name in names)
+        problems.append(f"{len(names)} survived without a reason in shardproof_survivors:{listing}")
+    return problems
+
+
+@dataclass(frozen=True)
+class Separation:
+    """The largest ratio of error to floor in clean runs, and the least of a killed mutant."""
+
+    worst: float
+    least: float
+    clean: str
+    mutant: str
+
+    @property
+    def factor(self) -> float:
+        """How many times further from the reference the mutant is."""
+        return self.least / max(self.worst, 1.0)
+
+    def __str__(self) -> str:
+        return (
+            f"ratios of clean runs are at most {self.worst:.2g}, of killed mutants at least "
+            f"{self.least:.2g}: {self.factor:.1g} times apart"
+        )
+
+
+def _separation(cells: Iterable[Mapping[str, Any]]) -> Separation | None:
+    """None where either has no ratio, as with differences of shape."""
+    clean: list[tuple[float, str]] = []
+    killed: list[tuple[float, str]] = []
+    for cell in cells:
+        where = f"{cell['case']} on {cell['topology']}"
+        for seen in cell.get("observations", ()):
+            ratios = [float(seen[key] or 0.0) for key in ("ratio", "row_ratio")]
+            clean.append((max(ratios), f"{seen['name']} in {where}"))
+        killed += [
+            (float(trial["ratio"]), f"{trial['mutant']} in {where}")
+            for trial in cell.get("mutants", ())
+            if trial["result"] == "killed" and trial["ratio"] is not None
+        ]
+    if not clean or not killed:
+        return None
+    (worst, at), (least, mutant) = max(clean), min(killed)
+    return Separation(worst, least, at, mutant)
 
 
 def _hints(trials: Sequence[Record], listed: Sequence[Listed]) -> list[str]:
@@ -68,6 +121,7 @@ def lines_of(
     cells: Iterable[Mapping[str, Any]], listed: Sequence[Listed], *, sampled: bool = False
 ) -> list[str]:
     """Kinds by results, the share that was killed, and each that was not, with its call site."""
+    cells = list(cells)
     trials = telling(cells)
     if not trials:
         return ["no mutant was tried: no cell that passed calls a collective that was chosen"]
@@ -91,6 +145,9 @@ def lines_of(
         share = 100 * totals["killed"] / changing
         lines += ["", f"{totals['killed']} of {changing} mutants that change a number are killed"]
         lines[-1] += f" ({share:.1f} %); {sites} call sites"
+    apart = _separation(cells)
+    if apart is not None:
+        lines.append(str(apart))
     for result in ("survived", "not judged", "refused", "not reached"):
         lines += [_line(trial, listed) for trial in trials if trial["result"] == result]
     problems = problems_of(cells, listed, sampled=sampled)

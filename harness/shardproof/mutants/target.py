@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 REDUCING: Final = frozenset(
@@ -57,6 +58,7 @@ KINDS: Final[Mapping[str, frozenset[str]]] = {
 """What may be wrong with a result, and the operations of which."""
 
 _LINE: Final = re.compile(r":\d+(?= in )")
+_INSTALLED: Final = re.compile(r"\S*/(?:site|dist)-packages/")
 _REDUCTIONS: Final = ("SUM", "MAX")
 
 
@@ -64,8 +66,8 @@ _REDUCTIONS: Final = ("SUM", "MAX")
 class Target:
     """A call site: ``operation`` on the groups of an axis, called from one line of user code.
 
-    ``size`` is that of the group, ``whole`` says that it holds all ranks. The two passes of a site
-    that is called in both are two targets.
+    ``size`` is that of the group, ``whole`` says that it holds all ranks, ``repeated`` that it is
+    called more than once. The two passes of a site that is called in both are two targets.
     """
 
     site: str
@@ -75,6 +77,7 @@ class Target:
     backward: bool
     size: int
     whole: bool
+    repeated: bool
 
     @property
     def key(self) -> tuple[str, str, str, str, bool]:
@@ -96,8 +99,11 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """The same on every topology where the axis has that name, whatever line it is on."""
-        where = _LINE.sub("", self.target.site)
+        """The same on every topology where the axis has that name, whatever line it is on.
+
+        Nor does it matter where libraries are installed.
+        """
+        where = _INSTALLED.sub("", _LINE.sub("", self.target.site))
         phase = "backward" if self.target.backward else "forward"
         return f"{self.kind}: {self.target.operation} over {self.target.axis} ({phase}) {where}"
 
@@ -116,17 +122,37 @@ def targets_of(places: Iterable[Sequence[Any]], world_size: int) -> list[Target]
 
     Groups of one rank are left out, and so are operations that hand out nothing.
     """
-    found = set()
-    for (axis, operation, reduce_op, site, backward), size, _ in places:
+    found: dict[tuple[Any, ...], Target] = {}
+    for (axis, operation, reduce_op, site, backward), size, calls in places:
         if size > 1 and operation in MUTABLE:
-            whole = size == world_size
-            found.add(Target(site, operation, axis, reduce_op, bool(backward), size, whole))
-    return sorted(found)
+            where = (site, operation, axis, reduce_op, bool(backward), size, size == world_size)
+            known = found.get(where)
+            repeated = calls > 1 or (known is not None and known.repeated)
+            found[where] = Target(*where, repeated)
+    return sorted(found.values())
+
+
+def is_the_cases_own(site: str, subject: Sequence[Path], root: Path) -> bool:
+    """Whether a call site belongs to the project that tests, and not to the system under test.
+
+    Args:
+        site: as of a target; its paths are absolute or relative to the working directory.
+        subject: absolute paths of the system under test; when empty, everything may belong to it.
+        root: the project's directory. What lies elsewhere or is installed is a library, which the
+            system under test calls.
+    """
+    text, _, _ = site.partition(":")
+    path = Path.cwd() / text
+    if not subject or not path.is_relative_to(root) or _INSTALLED.match(str(path)):
+        return False
+    return not any(path.is_relative_to(part) for part in subject)
 
 
 def mutants_of(target: Target) -> list[Mutant]:
     """All mutants of a target that could change what it hands out."""
     kinds = [kind for kind, operations in KINDS.items() if target.operation in operations]
+    if not target.repeated:
+        kinds = [kind for kind in kinds if kind != STALE]
     if target.whole:
         kinds = [kind for kind in kinds if kind != WORLD]
     if target.reduce_op not in _REDUCTIONS:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import sys
 import traceback
@@ -19,11 +21,13 @@ from _pytest.outcomes import OutcomeException
 from shardproof.against.redirect import keep_first
 from shardproof.against.subject import from_data
 from shardproof.fleet import STOP, Channel, ChannelClosed
+from shardproof.fleet.processes import other_threads
 from shardproof.ledger import kernels
 from shardproof.ledger.axes import AxisNames
 from shardproof.mutants.mutation import Mutation
 from shardproof.mutants.target import Mutant
 from shardproof.noise import NoiseMode
+from shardproof.rank.apart import run_apart
 from shardproof.rank.context import Rank
 from shardproof.rank.groups import RankGroups
 from shardproof.rank.hooks import CURRENT, RANK_PROCESS, Active, RankHooks, again
@@ -80,6 +84,7 @@ class RankSession:
         self._noise: NoiseMode | None = None
         self._mutation: Mutation | None = None
         self._resident = 0
+        self._splitting = False
         subject = setup.get("subject")
         if subject is not None:
             self._hooks.subject = from_data(subject)
@@ -92,8 +97,7 @@ class RankSession:
             text = traceback.format_exc()
             self._channel.send({"type": "broken", "text": text, **self._hooks.raised(error)})
             return
-        # A child that a case forks must not speak for the rank.
-        os.register_at_fork(after_in_child=self._channel.close)
+        os.register_at_fork(after_in_child=self._forked)
         self._channel.send({"type": "ready"})
         while True:
             try:
@@ -104,10 +108,16 @@ class RankSession:
                 return
             self._answer(message)
 
+    def _forked(self) -> None:
+        """A child that a case forks must not speak for the rank."""
+        if not self._splitting:
+            self._channel.close()
+        self._splitting = False
+
     def _answer(self, message: dict[str, Any]) -> None:
         kind = message.get("do")
         if kind == "run":
-            self._channel.send({"type": "done", **self._run(run_from(message))})
+            self._run_where(run_from(message))
         elif kind == "finish_reference":
             self._channel.send({"type": "finished", **self._finish(message)})
         elif kind == "close":
@@ -165,6 +175,28 @@ class RankSession:
         return errors
 
     # One run ----------------------------------------------------------------------------------
+
+    def _run_where(self, run: Run) -> None:
+        """Run here or, where no threads forbid it, in a child that is gone afterwards."""
+        for name in run.imports:
+            with contextlib.suppress(Exception):  # the run tells of it when it imports it again
+                importlib.import_module(name)
+        apart = run.apart and not other_threads()
+        known = set(sys.modules)
+
+        def answer() -> None:
+            ended = self._run(run)
+            if run.apart:
+                new = [name for name in sys.modules if name not in known]
+                ended.update(used=not apart, imported=new)
+            self._channel.send({"type": "done", **ended})
+
+        if apart:
+            self._splitting = True
+            run_apart(answer)
+            self._splitting = False
+        else:
+            answer()
 
     def _run(self, run: Run) -> dict[str, Any]:
         item = self._item(run.nodeid)

@@ -38,8 +38,10 @@ class Run:
     ``next_nodeid`` is the item that this rank really runs next, None when there is none.
     ``noise`` is the number of the noise run; ``ledger`` says whether collectives are recorded,
     ``callers`` that call sites are told apart by their callers, ``mutant`` which of them hand out
-    something else (:mod:`shardproof.mutants`). Paths are directories made by the controller,
-    ``rendezvous`` being the fleet's own.
+    something else (:mod:`shardproof.mutants`), ``apart`` that the ranks must be as new afterwards.
+    ``imports`` are modules that runs like it import, so that it need not.
+    Paths are directories made by the controller; in ``rendezvous`` ranks of one fleet, or of one
+    run apart, find each other.
     """
 
     nodeid: str
@@ -59,6 +61,8 @@ class Run:
     ledger: bool
     callers: bool = False
     mutant: dict[str, Any] | None = None
+    apart: bool = False
+    imports: tuple[str, ...] = ()
 
 
 def to_message(kind: str, value: Run) -> dict[str, Any]:

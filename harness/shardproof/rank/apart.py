@@ -1,0 +1,64 @@
+"""A run in a process of its own: forked from a rank that has run nothing, and gone with the run.
+
+What a run leaves in modules, caches and fixtures is gone with it. A fork costs a hundredth of a new
+session, and needs a process without threads: they would be missing in the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Final, Never
+
+from shardproof.fleet.processes import libc
+from shardproof.fleet.stacks import stacks_of
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def run_apart(run: Callable[[], object]) -> None:
+    """Fork, have the child ``run``, and wait for its end. What kills it ends this process too."""
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _be_child(run, parent)
+    with stacks_of(child):
+        _, status = os.waitpid(child, 0)
+    if status:
+        _end_like(status)
+
+
+def _be_child(run: Callable[[], object], parent: int) -> Never:
+    status = 1
+    try:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == parent:  # else it died before the line above took effect
+            run()
+            status = 0
+    except BaseException:  # noqa: BLE001 - the caller's stack is the parent's: nothing may get there
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # As at the end of a rank: no interpreter shutdown.
+        os._exit(status)
+
+
+def _end_like(status: int) -> Never:
+    """End as a child with this wait status did."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        faulthandler.disable()  # the child's own dump is on the stream already
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
