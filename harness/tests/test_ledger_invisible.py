@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.ledger_battery import PROBES, equal, run_battery
+from tests.ledger_probe import World, trial, trial_apart
 
 from shardproof.ledger import kernels
 from shardproof.ledger.operations import LOCAL, OPERATIONS, SILENT_METHODS, recorded_methods
@@ -41,13 +45,31 @@ def _not_called(rank: int) -> set[str]:
 
 def test_answers_that_differ_are_told_apart() -> None:
     """The comparison of the battery can fail."""
-    import torch
-
     assert equal([torch.ones(2), {"a": (1,)}], [torch.ones(2), {"a": (1,)}])
     assert not equal(torch.ones(2), torch.ones(2, dtype=torch.float64))
     assert not equal(torch.ones(2), torch.tensor([1.0, 1.0 + 2**-23]))
     assert not equal((1,), [1])
     assert not equal({"a": 1}, {"a": 1, "b": 2})
+
+
+def test_a_failure_inside_a_worker_is_kept_from_the_barriers_of_the_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A barrier raises what a work failed with that is still in its group's list: now and then."""
+
+    def call(world: World) -> Any:
+        return partial(dist.all_reduce, world.values(), dist._make_nccl_premul_sum(2.0))
+
+    monkeypatch.setitem(PROBES, "apart", lambda world: trial_apart(world, call(world)))
+    monkeypatch.setitem(PROBES, "among all", lambda world: trial(call(world)))
+    monkeypatch.setitem(PROBES, "handle", lambda world: call(world)(async_op=True).wait())
+    monkeypatch.setitem(PROBES, "bare", lambda world: call(world)())
+    for answers in run_battery(2, ledger=False, names=["apart"]):
+        answer, _ = answers["apart"]
+        assert answer == ("RuntimeError", "Cannot use ReduceOp.PREMUL_SUM with Gloo")
+    for name in ("among all", "handle", "bare"):
+        with pytest.raises(RuntimeError, match=r"PREMUL_SUM.* failed inside a worker"):
+            run_battery(2, ledger=False, names=[name])
 
 
 def test_every_operation_and_method_is_recorded_or_silent() -> None:
@@ -74,8 +96,6 @@ def test_what_is_not_known_is_refused_by_name(
 
 def test_positions_of_arguments_follow_the_schemas() -> None:
     """The table of operations says where torch's own schemas have group, reduce op and async."""
-    import torch
-
     for operation in OPERATIONS:
         schema = torch._C._get_schema(f"c10d::{operation.schema}", "")
         names = [argument.name for argument in schema.arguments]
