@@ -111,3 +111,14 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> t
     """Normal numbers, the same for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+VALUE = numbers(12, 16)
+"""What ranks observe in tests of where a value lies."""
+
+
+def world_of(directory: Path, value: torch.Tensor) -> World:
+    """The world of a case whose reference observes ``value`` as ``x``."""
+    world = World(directory, dtype=value.dtype)
+    world.reference(lambda rank: rank.observe("x", rank.noise(value)))
+    return world
