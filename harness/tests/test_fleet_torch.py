@@ -86,7 +86,6 @@ def test_the_root_is_the_earliest_when_peers_fail_of_it(server: ForkServer, tmp_
 
 
 def test_a_worker_of_xdist_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("xdist")
     (tmp_path / "test_dies.py").write_text(
         textwrap.dedent(
             """

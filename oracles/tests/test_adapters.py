@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 from peft import PeftModel
 from safetensors.torch import load_file

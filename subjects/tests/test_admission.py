@@ -89,8 +89,9 @@ def test_prediction_against_what_is_allocated(
 def test_prediction_against_the_peak_of_a_gpu(alone: Any, grad: bool) -> None:
     """At sizes where a kernel's own workspace counts little."""
     device = torch.device("cuda")
+    measured = 0
     for name, wanted in REQUESTS.items():
-        request = replace(request_of(**wanted))
+        request = request_of(**wanted)
         place = place_of(alone, request.documents(), head_rows=16, sharing="none")
         local = place.local
         place = replace(
@@ -119,8 +120,10 @@ def test_prediction_against_the_peak_of_a_gpu(alone: Any, grad: bool) -> None:
         peak = torch.cuda.max_memory_allocated() - before
         # Small requests are ruled by the allocator's granularity.
         if peak > 8 << 20:
+            measured += 1
             ratio = sum(predicted.values()) / peak
             assert 0.8 <= ratio <= 1.5, (name, ratio, predicted, peak)
+    assert measured
 
 
 def admitted(alone: Any, limit: int | None, **wanted: Any) -> None:

@@ -6,7 +6,6 @@ and of ``doctored_controls.py`` for what must not count as caught.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from subjects.tests.judge import judge, of_fault
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
 
-if importlib.util.find_spec("megatron") and importlib.util.find_spec("transformers"):
-    from cases.controls import CHOSEN
-    from subjects.trainer.faults import FAULTS
-else:
-    pytest.skip("needs megatron-core and transformers", allow_module_level=True)
+from cases.controls import CHOSEN
+from subjects.tests.judge import judge, of_fault
+from subjects.trainer.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 

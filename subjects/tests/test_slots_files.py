@@ -192,7 +192,8 @@ def test_what_is_written_is_read_again(tmp_path: Path, alpha: float, stored: flo
 
 
 def test_peft_reads_what_is_written(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = adapter_config(rank=2, alpha=7, targets=TARGETS)
     adapters.write(tmp_path, config, {NAME: torch.ones(2, 2)}, base_model=None)
     found = peft.LoraConfig.from_pretrained(str(tmp_path))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 from oracles.adapters import write_adapter
 from oracles.checkpoints import tiny_checkpoint
