@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from tests.skips_support import needed, problems
 
 from ci.tests.programs import program
 from shardproof.mutants.survivors import read_survivors
@@ -45,6 +47,18 @@ def make_commands(text: str) -> set[str]:
         for piece in pieces
         for target in re.findall(rf"(?<![\w.-])make {options}([a-z][a-z-]+)", piece)
     }
+
+
+def tracked_files() -> list[Path]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    # Those that are removed, and not yet committed so, are listed too.
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def python_sources() -> dict[str, str]:
+    paths = [path for path in tracked_files() if path.suffix == ".py"]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
 def lock_entries(text: str) -> list[str]:
@@ -176,16 +190,11 @@ class TestTrackedFiles:
     )
 
     def test_none_holds_a_registry_host_or_a_path_of_one_machine(self) -> None:
-        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         found = []
-        for name in listed.stdout.splitlines():
-            path = ROOT / name
-            if not path.is_file():  # removed, and not yet committed so
-                continue
+        for path in tracked_files():
             for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
                 if self.FORBIDDEN.search(line):
-                    found.append(f"{name}:{number}: {line.strip()[:100]}")
+                    found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
         assert found == []
 
     @pytest.mark.parametrize(
@@ -207,6 +216,79 @@ class TestTrackedFiles:
 
         assert ignored("reports/latest/run.jsonl")
         assert not ignored("reports/README.md")
+
+
+class TestSkips:
+    def test_each_says_why_and_what_is_expected_to_fail_is_strict(self) -> None:
+        sources = python_sources()
+        found = [f"{name}:{one}" for name, text in sources.items() for one in problems(text)]
+        assert found == []
+        settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+        assert settings["ini_options"]["xfail_strict"] is True
+
+    @pytest.mark.parametrize(
+        ("mark", "said"),
+        [
+            ("xfail", "xfail without a reason"),
+            ("xfail(raises=ValueError)", "xfail without a reason"),
+            ("xfail(BROKEN, raises=ValueError, reason='')", "xfail without a reason"),
+            ("xfail(reason='#7')", "xfail without raises="),
+            ("xfail(reason='#7', raises=ValueError, strict=False)", "xfail that is not strict"),
+            ("skip()", "skip without a reason"),
+            ("skipif(NO_GPU)", "skipif without a reason"),
+        ],
+    )
+    @pytest.mark.parametrize(
+        "place",
+        [
+            "@pytest.mark.{}\ndef test(): ...",
+            "pytestmark = [pytest.mark.{}]",
+            "ONE = [pytest.param(1, marks=pytest.mark.{})]",
+        ],
+    )
+    def test_a_mark_that_falls_short_is_found(self, place: str, mark: str, said: str) -> None:
+        assert f"1: pytest.mark.{said}" in problems(place.format(mark))
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ("pytest.skip()", "pytest.skip without a reason"),
+            ("pytest.skip(allow_module_level=True)", "pytest.skip without a reason"),
+            ("pytest.xfail('known')", "pytest.xfail ends the test; mark it instead"),
+        ],
+    )
+    def test_a_call_that_falls_short_is_found(self, line: str, said: str) -> None:
+        assert problems(f"import pytest\n{line}") == [f"2: {said}"]
+
+    @pytest.mark.parametrize(
+        "mark",
+        [
+            "xfail(reason='#7', raises=ValueError)",
+            "xfail(BROKEN, reason=WHY, raises=ValueError, strict=True)",
+            "skip('no such kernel')",
+            "skipif(NO_GPU, reason='needs a GPU')",
+        ],
+    )
+    def test_what_says_why_is_left_alone(self, mark: str) -> None:
+        assert problems(f"@pytest.mark.{mark}\ndef test():\n    'pytest.skip()'") == []
+
+    def test_nothing_is_skipped_for_what_the_lock_installs(self) -> None:
+        """A package that no longer imports would skip most of the trainer's tests."""
+        modules = set().union(*map(needed, python_sources().values()))
+        assert {"megatron.core", "transformers"} <= modules
+        assert self.broken(modules) == ""
+
+    def test_a_module_that_does_not_import_is_named(self) -> None:
+        source = "json = pytest.importorskip('json')\npytest.importorskip(modname='no_such.module')"
+        assert needed(source) == {"json", "no_such.module"}
+        assert "No module named 'no_such'" in self.broken(needed(source))
+
+    @staticmethod
+    def broken(modules: set[str]) -> str:
+        """What the first import that fails says."""
+        command = [sys.executable, "-c", "import " + ", ".join(sorted(modules))]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stderr if done.returncode else ""
 
 
 class TestLock:
