@@ -168,13 +168,18 @@ OTHERS = """
         value = _reduced(rank, x / (1 if rank.is_reference else 2))
         assert torch.allclose(value, x), "not the sum"
 
+    def refusing(rank, x):
+        value = _reduced(rank, x / (1 if rank.is_reference else 2))
+        if not torch.allclose(value, x):
+            raise ValueError("not the sum")
+
     def crashing(rank, x):
         value = _reduced(rank, x / (1 if rank.is_reference else 2))
         if not torch.allclose(value, x):
             os._exit(3)
 
     @pytest.mark.parity("cp2")
-    @pytest.mark.parametrize("call", [unobserved, observed, zero, asserted, crashing])
+    @pytest.mark.parametrize("call", [unobserved, observed, zero, asserted, refusing, crashing])
     def test_it(rank, call):
         x = torch.arange(1.0, 5.0, dtype=rank.dtype)
         rank.observe("x", x)
@@ -193,16 +198,18 @@ def test_what_mutants_come_to(pytester: pytest.Pytester) -> None:
         "unobserved]": "survived",
         "observed]": "killed",
         "zero]": "equivalent",
-        "asserted]": "refused",
+        "asserted]": "killed",
+        "refusing]": "refused",
         "crashing]": "not judged",
     }
     assert trials["zero]"]["changed"] == 0 < trials["zero]"]["calls"]
     assert trials["observed]"]["by"] == ["value"]
-    assert "not the sum" in trials["asserted]"]["by"][0]
+    for name in ("asserted]", "refusing]"):
+        assert "not the sum" in trials[name]["by"][0]
     assert run.ret == pytest.ExitCode.TESTS_FAILED
     run.stdout.fnmatch_lines(
         [
-            "1 of 4 mutants that change a number are killed (25.0 %)*",
+            "2 of 5 mutants that change a number are killed (40.0 %), 1 more refused (60.0 %)*",
             "survived*in unobserved*no case observes what this collective produces*",
             "1 survived without a reason in shardproof_survivors:",
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +12,7 @@ from shardproof.mutants.target import Mutant, is_the_cases_own, mutants_of, targ
 if TYPE_CHECKING:
     from shardproof.controller.drive import Drive
     from shardproof.controller.outcome import Ending
+    from shardproof.controller.traces import RankTrace
     from shardproof.mutants.choice import Choice
 
 Result = Literal["killed", "refused", "survived", "not judged", "equivalent", "not reached"]
@@ -23,7 +24,8 @@ TRIES = 3
 class Trial:
     """A mutant on one cell.
 
-    ``killed``: an observation diverges. ``refused``: the system under test or the case raised.
+    ``killed``: an observation diverges, or the case itself asserts what does not hold. ``refused``:
+    the system under test raised.
     ``not judged``: it ended by a crash, a hang or collectives that do not match, which says nothing
     of what observations see, or the mutant itself failed. ``survived``: numbers changed and nobody
     noticed. ``equivalent``: no number changed. ``not reached``: it was not called this time. ``by``
@@ -114,6 +116,8 @@ def _key(mutant: Mutant) -> tuple[str, str]:
 
 
 _WORDS = 200
+# Also those of pytest.raises and pytest.fail.
+_ASSERTIONS = ("AssertionError", "assert ", "Failed")
 _RAISED = ("raised", "ranks disagree", "skipped", "xfailed")
 
 
@@ -133,7 +137,9 @@ def _judged(mutant: Mutant, case: str, topology: str, drive: Drive, ending: Endi
         # Without a change nothing that fails can be put down to the mutant.
         result = "survived" if changed else "equivalent" if reached else "not reached"
     elif ending.outcome in _RAISED and changed:
-        result, by = "refused", (drive.traces[ending.root or 0].describe()[:_WORDS],)
+        trace = drive.traces[ending.root or 0]
+        result = "killed" if _asserted(trace, case) else "refused"
+        by = (trace.describe()[:_WORDS],)
     else:
         result, by = "not judged", (ending.headline,)
     return Trial(
@@ -148,6 +154,18 @@ def _judged(mutant: Mutant, case: str, topology: str, drive: Drive, ending: Endi
         drive.seconds,
         by,
     )
+
+
+def _asserted(trace: RankTrace, case: str) -> bool:
+    """Whether a rank ended by an assertion of the case, or of a helper beside it."""
+    report = trace.failed_body or {}
+    longrepr = report.get("longrepr")
+    crash = longrepr.get("reprcrash") if isinstance(longrepr, Mapping) else None
+    if report.get("when") != "call" or not crash:
+        return False
+    folder = Path(case.partition("::")[0]).resolve().parent
+    asserts = str(crash.get("message", "")).startswith(_ASSERTIONS)
+    return asserts and Path(str(crash.get("path", ""))).resolve().parent == folder
 
 
 def _largest(verdicts: Sequence[dict[str, Any]]) -> float | None:

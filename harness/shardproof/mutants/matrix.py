@@ -142,9 +142,12 @@ def lines_of(
     changing = len(trials) - totals["equivalent"] - totals["not reached"]
     sites = len({trial["site"] for trial in trials})
     if changing:
-        share = 100 * totals["killed"] / changing
-        lines += ["", f"{totals['killed']} of {changing} mutants that change a number are killed"]
-        lines[-1] += f" ({share:.1f} %); {sites} call sites"
+        killed, refused = totals["killed"], totals["refused"]
+        text = f"{killed} of {changing} mutants that change a number are killed"
+        text += f" ({100 * killed / changing:.1f} %)"
+        if refused:
+            text += f", {refused} more refused ({100 * (killed + refused) / changing:.1f} %)"
+        lines += ["", f"{text}; {sites} call sites"]
     apart = _separation(cells)
     if apart is not None:
         lines.append(str(apart))

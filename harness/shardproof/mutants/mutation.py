@@ -176,17 +176,30 @@ def _other_reduction(call: Call) -> None:
 
 
 def _over_the_world(call: Call) -> None:
+    """The reduction over all ranks. Groups may have values of other sizes: the rest is left out."""
     own = getattr(dist.ReduceOp, call.reduce_op)
-    _reduced_again(call, dist.group.WORLD, own)
+    world = dist.group.WORLD
+    sizes = torch.tensor([given.numel() for given in call.given])
+    _all_reduce(world, sizes, dist.ReduceOp.MAX)
+    # What changes nothing in a sum changes a maximum of negative numbers: no harm, in a mutant.
+    for output, given, size in zip(call.outputs, call.given, sizes.tolist(), strict=True):
+        wide = given.new_zeros(size)
+        wide[: given.numel()] = given.reshape(-1)
+        _all_reduce(world, wide, own)
+        output.copy_(wide[: given.numel()].view_as(output))
 
 
 def _reduced_again(call: Call, group: Any, reduce_op: Any) -> None:
-    options = dist.AllreduceOptions()
-    options.reduceOp = reduce_op
     for output, given in zip(call.outputs, call.given, strict=True):
         again = given.clone()
-        group.allreduce([again], options).wait()
+        _all_reduce(group, again, reduce_op)
         output.copy_(again)
+
+
+def _all_reduce(group: Any, tensor: Tensor, reduce_op: Any) -> None:
+    options = dist.AllreduceOptions()
+    options.reduceOp = reduce_op
+    group.allreduce([tensor], options).wait()
 
 
 def _rotated(call: Call) -> None:
@@ -222,9 +235,10 @@ def _rounded(call: Call) -> None:
 
 
 def _one_element(call: Call) -> None:
-    """The middle element, off by the largest magnitude, on the last rank of the group.
+    """The largest element, twice as large, on the last rank of the group; never padding.
 
-    Where only the root is handed anything, on the root.
+    Of whole numbers, which may be flags or digests, the middle one is off by one. Where only the
+    root is handed anything, it is wrong on the root.
     """
     at_root = call.operation.name in ("reduce", "gather") and call.root is not None
     if call.rank != (call.root if at_root else call.size - 1):
@@ -232,19 +246,21 @@ def _one_element(call: Call) -> None:
     for output in call.outputs:
         if output.numel() == 0:
             continue
-        middle = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
-        middle.view(-1)[output.numel() // 2] = True
-        if output.dtype is torch.bool:
-            output.copy_(output ^ middle)
+        floating = output.is_floating_point() or output.is_complex()
+        sizes = output.abs().nan_to_num(0.0, 0.0, 0.0).reshape(-1) if floating else None
+        at = output.numel() // 2 if sizes is None else int(sizes.argmax())
+        chosen = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
+        chosen.view(-1)[at] = True
+        if sizes is not None:
+            output.copy_(torch.where(chosen, output + (float(sizes[at]) or 1.0), output))
+        elif output.dtype is torch.bool:
+            output.copy_(output ^ chosen)
         elif output.dtype is torch.uint8:
             # Bytes of something else: one alone may be the last digit of a number.
-            middle.view(-1)[output.numel() // 2 :][:8] = True
-            output.copy_(torch.where(middle, output ^ 0x10, output))
-        elif output.is_floating_point() or output.is_complex():
-            largest = float(output.abs().nan_to_num(0.0, 0.0, 0.0).max())
-            output.copy_(torch.where(middle, output + (largest or 1.0), output))
+            chosen.view(-1)[at:][:8] = True
+            output.copy_(torch.where(chosen, output ^ 0x10, output))
         else:
-            output.copy_(torch.where(middle, output + 1, output))
+            output.copy_(torch.where(chosen, output + 1, output))
 
 
 _CHANGES: dict[str, Callable[[Call], None]] = {

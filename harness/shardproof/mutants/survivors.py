@@ -13,6 +13,7 @@ REASONS: Final[Mapping[str, str]] = {
     "flag": "only whether a number is zero is used, and the change keeps that",
     "own part": "a rank uses its own part of the result, and the change is in the others'",
     "padding": "the element that changes is padding",
+    "cancels": "it is taken off and put back: any number near does",
     "reported": "what comes of it is shown to people alone",
     "redundant": "another collective brings the same numbers",
 }
