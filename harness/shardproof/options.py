@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shardproof.mutants.choice import EXAMPLES, Choice, ChoiceError, read_choice
+from shardproof.mutants.reading import ReadingError, read_sites
 from shardproof.mutants.survivors import Listed, SurvivorsError, read_survivors
 from shardproof.topology import Axis, Topology, TopologyError, declare_axes, parse_topology
 
@@ -212,9 +213,16 @@ def _mutants(config: pytest.Config) -> Choice | None:
                 "and one run answers one question; leave one of them out"
             )
     try:
-        return read_choice(text)
+        choice = read_choice(text)
     except ChoiceError as error:
         raise pytest.UsageError(f"--mutants: {error}") from error
+    subject = config.getini("shardproof_subject")
+    try:
+        if subject:
+            read_sites(subject, config.rootpath)
+    except ReadingError as error:
+        raise pytest.UsageError(f"shardproof_subject: {error}") from error
+    return choice
 
 
 def _survivors(config: pytest.Config) -> tuple[Listed, ...]:

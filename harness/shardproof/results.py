@@ -69,12 +69,7 @@ class Results:
         for line in table(self.cells) if control is None else control_table(control, self.cells):
             terminalreporter.write_line(line)
         if self._settings.mutants is not None:
-            from shardproof.mutants.matrix import lines_of
-
-            for line in [
-                "",
-                *lines_of(self.cells, self._settings.survivors, sampled=self._sampled),
-            ]:
+            for line in ["", *self._mutants()]:
                 terminalreporter.write_line(line)
         falls = lower_precision(self.cells)
         if falls:
@@ -86,6 +81,21 @@ class Results:
         shown = path.relative_to(root) if path.is_relative_to(root) else path
         terminalreporter.write_line("")
         terminalreporter.write_line(f"results: {shown}")
+
+    def _mutants(self) -> list[str]:
+        from shardproof.mutants.coverage import Coverage
+        from shardproof.mutants.matrix import lines_of, telling
+
+        lines = lines_of(self.cells, self._settings.survivors, sampled=self._sampled)
+        if self._settings.subject:
+            coverage = Coverage(self._settings.subject, root=self._config.rootpath)
+            for site in (site for cell in self.cells for site in cell.get("call_sites", ())):
+                coverage.see(site)
+            for trial in telling(self.cells):
+                if trial["result"] == "killed":
+                    coverage.kill(trial["site"])
+            lines += ["", *coverage.lines()]
+        return lines
 
     @property
     def _sampled(self) -> bool:

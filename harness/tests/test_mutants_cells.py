@@ -229,6 +229,53 @@ def test_a_survivor_with_a_reason_passes(pytester: pytest.Pytester) -> None:
     run.stderr.fnmatch_lines(["*shardproof_survivors: *expected 'reason | name of a mutant'*"])
 
 
+def test_what_no_case_calls_is_named(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        trainer="""
+        import torch.distributed as dist
+
+        def step(x, group):
+            dist.all_reduce(x, group=group)
+            return x
+
+        def norm(x, group):
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+        """,
+        test_it="""
+        import pytest
+        import torch
+        import torch.distributed as dist
+        import trainer
+
+        @pytest.mark.parity("cp2")
+        def test_it(rank):
+            x = torch.arange(1.0, 5.0, dtype=rank.dtype)
+            if not rank.is_reference:
+                # A collective of the case's own is none of the trainer's.
+                dist.all_reduce(x.clone(), group=rank.group("cp"))
+            x = 2 * x if rank.is_reference else trainer.step(x, rank.group("cp"))
+            rank.observe("x", x)
+        """,
+    )
+    pytester.makeini("[pytest]\npythonpath = .\nshardproof_subject = trainer.py")
+    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    assert run.ret == 0
+    _, (cell,) = read_run(pytester)
+    (trial,) = cell["mutants"]
+    assert trial["site"].startswith("trainer.py:4 in step < test_it.py:")
+    assert [site.partition(":")[0] for site in cell["call_sites"]] == ["test_it.py", "trainer.py"]
+    run.stdout.fnmatch_lines(
+        [
+            "collective coverage of trainer.py: 1 of 2 call sites reached, 1 with a killed mutant",
+            "not reached: all_reduce at trainer.py:8 in norm",
+        ]
+    )
+    pytester.makeini("[pytest]\npythonpath = .\nshardproof_subject = nowhere")
+    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    assert run.ret == pytest.ExitCode.USAGE_ERROR
+    run.stderr.fnmatch_lines(["*shardproof_subject: *nowhere*"])
+
+
 LEFT_BEHIND = """
     import pytest
     import torch

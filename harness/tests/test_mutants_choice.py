@@ -97,7 +97,7 @@ def test_collectives_of_cases_are_none_of_the_subjects(monkeypatch: pytest.Monke
     root = Path("/repo")
     subject = (root / "src/trainer",)
     for site, own in {
-        "repo/tests/test_a.py:3 in f < home/repo/tests/test_a.py:9 in g": True,
+        "repo/tests/test_a.py:3 in f < repo/tests/test_a.py:9 in g": True,
         "repo/src/other.py:3 in f": True,
         "repo/src/trainer/reduce.py:3 in f": False,
         "repo/.venv/lib/python3.11/site-packages/megatron/core/mappings.py:3 in f": False,

@@ -70,9 +70,9 @@ class CellReports:
         drive: Drive | None,
         reference: Reference | None,
         footer: str,
-        trials: list[dict[str, Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Put the machine-readable result on the report that decides the cell."""
+        """Put the machine-readable result, with what ``more`` has, on the decisive report."""
         decisive = next((r for r in reports if r.outcome == "failed"), None)
         decisive = decisive or next((r for r in reports if r.when == "call"), reports[0])
         outcome = ending.outcome
@@ -90,8 +90,7 @@ class CellReports:
         }
         if drive is not None and drive.run.ledger:
             result["collectives"] = collectives_of(drive)
-        if trials is not None:
-            result["mutants"] = trials
+        result |= more or {}
         if reference is not None:
             result["reference_seconds"] = round(reference.seconds, 4)
             if reference.fallen:

@@ -207,10 +207,10 @@ class Controller:
         if errors:
             reports = [report for report in reports if report.when != "teardown"]
             reports.append(_late_teardown(item, errors))
-        trials = None
+        tried: dict[str, Any] = {}
         if self._campaign is not None and all(report.passed for report in reports):
-            trials = self._try_mutants(self._campaign, item, case, topology, reference, drive)
-        self._write.attach(reports, case, ending, drive, reference, footer, trials)
+            tried = self._try_mutants(self._campaign, item, case, topology, reference, drive)
+        self._write.attach(reports, case, ending, drive, reference, footer, tried)
         return reports
 
     def _try_mutants(
@@ -221,8 +221,8 @@ class Controller:
         topology: Topology,
         reference: Reference,
         passed: Drive,
-    ) -> list[dict[str, Any]]:
-        """Run mutants on a cell that has just passed; what came of each.
+    ) -> dict[str, Any]:
+        """Run mutants on a cell that has just passed; what came of each, and what it reached.
 
         Each on ranks as new: what a broken collective leaves in caches and fixtures would speak in
         the next run, and what is made once must be made again to be broken.
@@ -240,7 +240,7 @@ class Controller:
                 dict.fromkeys(name for end in ends for name in end.get("imported", ()))
             )
             records.append(campaign.take(mutant, case.case, topology.name, drive, ending))
-        return records
+        return {"mutants": records, "call_sites": campaign.newly_reached(passed)}
 
     def _run_ranks(
         self,

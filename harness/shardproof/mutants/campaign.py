@@ -76,18 +76,23 @@ class Campaign:
     subject: tuple[Path, ...] = ()
     tries: int = TRIES
     trials: dict[tuple[str, str], list[Trial]] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
 
     def open_on(self, drive: Drive, case: str) -> list[Mutant]:
         """What is still to be tried on a cell that has just passed."""
-        reports = [trace.done["ledger"] for trace in drive.traces if trace.done is not None]
-        places = [place for report in reports for place in report["places"]]
         return [
             mutant
-            for target in targets_of(places, drive.fleet.size)
+            for target in targets_of(_places(drive), drive.fleet.size)
             if not is_the_cases_own(target.site, self.subject, self.root)
             for mutant in mutants_of(target)
             if self.choice.takes(mutant) and self._open(mutant, case)
         ]
+
+    def newly_reached(self, drive: Drive) -> list[str]:
+        """Call sites from which ranks communicated for the first time in this process's run."""
+        found = {site for (*_, site, _), size, _ in _places(drive) if size > 1} - self.reached
+        self.reached |= found
+        return sorted(found)
 
     def take(
         self, mutant: Mutant, case: str, topology: str, drive: Drive, ending: Ending
@@ -104,6 +109,11 @@ class Campaign:
         # Cases of one function see much the same.
         tried = {_function(trial.case) for trial in trials if trial.result != "not reached"}
         return len(tried) < self.tries and _function(case) not in tried
+
+
+def _places(drive: Drive) -> list[Any]:
+    reports = [trace.done["ledger"] for trace in drive.traces if trace.done is not None]
+    return [place for report in reports for place in report["places"]]
 
 
 def _function(case: str) -> str:
