@@ -414,7 +414,7 @@ class TestCI:
         assert done.returncode == 0, done.stdout
         assert re.findall(r"^ran (\S+)", done.stdout, re.MULTILINE) == [
             *["setup", "lint", "lock-check", "wheel", *["test"] * 5],
-            *["parity", "parity"],
+            *["mutants", "parity", "parity"],
         ]
 
     @pytest.mark.parametrize("failing", ["lint", "parity"])
