@@ -35,4 +35,6 @@ def test_metrics_over_data_parallel_ranks(rank: Rank, trainer: Trainer) -> None:
     rank.observe("loss", trainer.dp_reduce(total) / trainer.dp_reduce(count))
     rank.observe("tokens", trainer.dp_reduce(count))
     rank.observe("longest", trainer.dp_reduce(longest, "max"))
+    mine = rows.clone()
     rank.observe("states", trainer.dp_reduce(rows))
+    rank.observe("own states are left alone", rows.equal(mine))

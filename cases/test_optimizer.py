@@ -143,7 +143,12 @@ def test_clipping_is_by_slot(rank: Rank, build: BuildTrainer) -> None:
     _slot(rank, trainer, "large")
     _slot(rank, trainer, "small")
     optimizer = trainer.optimizer("sgd", **_limited(SGD, 1.0))
-    _two_steps(rank, trainer, optimizer, {"large": 1.0, "small": 1e-3})
+    scales: dict[str | None, float] = {"large": 1.0, "small": 1e-3}
+    _two_steps(rank, trainer, optimizer, scales)
+    _losses(rank, trainer, scales, batches=rank.split(requests(rank)))
+    optimizer.step()
+    # As they were reduced, whatever the step made of them.
+    rank.observe_gradients(trainer.named_gradients())
 
 
 @_FEWER

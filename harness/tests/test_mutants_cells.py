@@ -210,8 +210,9 @@ def test_what_mutants_come_to(pytester: pytest.Pytester) -> None:
     run.stdout.fnmatch_lines(
         [
             "2 of 5 mutants that change a number are killed (40.0 %), 1 more refused (60.0 %)*",
-            "survived*in unobserved*no case observes what this collective produces*",
-            "1 survived without a reason in shardproof_survivors:",
+            "survived*in unobserved*no case that was tried observes what changes here*",
+            "1 survived without a reason: *shardproof_survivors*",
+            "the run fails by its mutants*",
         ]
     )
 
@@ -227,6 +228,96 @@ def test_a_survivor_with_a_reason_passes(pytester: pytest.Pytester) -> None:
     run = pytester.runpytest_subprocess("--mutants", "dropped")
     assert run.ret == pytest.ExitCode.USAGE_ERROR
     run.stderr.fnmatch_lines(["*shardproof_survivors: *expected 'reason | name of a mutant'*"])
+
+
+UNTOUCHED = """
+    import os
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    KEPT = []
+
+    def step(rank, x, name):
+        unseen = x.clone()
+        if not rank.is_reference:
+            dist.all_reduce(unseen, group=rank.group("cp"))
+        rank.observe(name, x)
+
+    def values(rank):
+        return torch.arange(1.0, 5.0, dtype=rank.dtype) / 3
+
+    @pytest.mark.parity("cp2")
+    def test_first(rank):
+        KEPT.append(1)
+        rank.observe("x", values(rank))
+
+    @pytest.mark.parity("cp2")
+    def test_state_of_another_case(rank):
+        step(rank, values(rank) * len(KEPT[:1]), "state")
+
+    @pytest.mark.parity("cp2", "dp2")
+    def test_files(rank):
+        # On the first topology it saves, on the next it loads.
+        path = rank.case_dir / f"x{rank.index}.pt"
+        x = values(rank)
+        if not rank.is_reference:
+            assert path.exists() == (rank.topology.name == "dp2")
+            torch.save(x, path)
+        if rank.topology.name == "dp2":
+            rank.observe("x", x)
+        else:
+            step(rank, x, "x")
+
+    @pytest.mark.parity("cp2")
+    def test_elsewhere(rank, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        step(rank, values(rank), "x")
+"""
+
+
+def test_what_is_not_the_mutants_is_not_put_down_to_it(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(UNTOUCHED)
+    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    _, cells = read_run(pytester)
+    assert {cell["outcome"] for cell in cells} == {"passed"}
+    trials = {cell["case"].partition("::")[2]: cell["mutants"] for cell in cells if cell["mutants"]}
+    results = {name: [one["result"] for one in found] for name, found in trials.items()}
+    assert results == {
+        "test_state_of_another_case": ["not judged"],
+        "test_files": ["survived"],
+        "test_elsewhere": ["survived"],
+    }
+    (said,) = trials["test_state_of_another_case"][0]["by"]
+    assert said.startswith("the case fails on untouched ranks without a mutant")
+    for found in trials.values():
+        assert all(one["site"].startswith("test_what_is_not") for one in found)
+    assert run.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_ranks_that_do_not_start_cost_the_mutants_alone(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(UNTOUCHED)
+    pytester.makeconftest(
+        """
+        import os
+        from pathlib import Path
+
+        if "RANK" in os.environ:
+            mark = Path(__file__).with_name("started" + os.environ["RANK"])
+            if os.environ["WORLD_SIZE"] == "2":
+                assert not mark.exists(), "no second time"
+                mark.touch()
+        """
+    )
+    run = pytester.runpytest_subprocess("--mutants", "dropped", "-k", "elsewhere")
+    _, (cell,) = read_run(pytester)
+    assert cell["outcome"] == "passed"
+    assert [trial["result"] for trial in cell["mutants"]] == ["not judged"]
+    assert (
+        "no second time" in cell["mutants"][0]["by"][0]
+        or "untouched2" in (cell["mutants"][0]["by"][0])
+    )
+    assert run.ret == pytest.ExitCode.TESTS_FAILED
 
 
 def test_what_no_case_calls_is_named(pytester: pytest.Pytester) -> None:

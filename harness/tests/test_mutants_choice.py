@@ -102,6 +102,8 @@ def test_collectives_of_cases_are_none_of_the_subjects(monkeypatch: pytest.Monke
         "repo/src/trainer/reduce.py:3 in f": False,
         "repo/.venv/lib/python3.11/site-packages/megatron/core/mappings.py:3 in f": False,
         "/opt/megatron/core/mappings.py:3 in f": False,
+        "/repo/my env/lib/site-packages/megatron/mappings.py:3 in f": False,
+        "a thread without user code": False,
     }.items():
         assert is_the_cases_own(site, subject, root) is own, site
         assert not is_the_cases_own(site, (), root)
@@ -110,7 +112,7 @@ def test_collectives_of_cases_are_none_of_the_subjects(monkeypatch: pytest.Monke
 def test_a_name_does_not_say_where_libraries_are() -> None:
     folder = "{0}/site-packages/megatron/core"
     site = f"{folder}/mappings.py:3 in f < {folder}/layers.py:4 in g"
-    here, there = (site.format(path) for path in (".venv/lib/python3.11", "/usr/lib"))
+    here, there = (site.format(path) for path in (".venv/lib/python3.11", "/my lib"))
     assert Mutant(target(site=here), DROPPED).name == Mutant(target(site=there), DROPPED).name
     assert "(forward) megatron/core/mappings.py in f" in Mutant(target(site=here), DROPPED).name
 
@@ -182,6 +184,10 @@ def test_clean_runs_and_killed_mutants_must_be_far_apart() -> None:
     assert "over the whole world: all_reduce" in problem
     one["mutants"][1]["ratio"] = 260.0
     assert problems_of([one], []) == []
+    # What failed, or was to fail, says nothing of clean runs.
+    failed = cell((DROPPED, "killed"), case="t.py::test_b") | {"outcome": "diverged"}
+    failed["observations"][0]["ratio"] = 1e9
+    assert problems_of([one, failed], []) == []
     # A difference of shape has no ratio.
     one["mutants"] = one["mutants"][:1]
     one["mutants"][0]["ratio"] = None
@@ -198,7 +204,9 @@ def test_the_best_of_several_cells_counts() -> None:
     assert row.split() == ["all", "1", "1", "1", "-", "-", "-"]
     assert any(line.startswith("1 of 3 mutants that change a number are killed") for line in lines)
     (line,) = [line for line in lines if line.startswith("survived: over")]
-    assert "t.py:3 in step: no case observes what this collective produces (test_b on cp2)" in line
+    assert (
+        "t.py:3 in step: no case that was tried observes what changes here (test_b on cp2)" in line
+    )
 
 
 def test_a_survivor_needs_a_reason_and_a_reason_a_survivor(tmp_path: Path) -> None:
@@ -226,6 +234,17 @@ def test_a_run_without_mutants_is_no_success() -> None:
 def test_a_run_in_which_nothing_was_judged_is_no_success(result: str) -> None:
     cells = [cell((DROPPED, result))]
     assert problems_of(cells, []) == ["none of 1 mutants was judged by an observation"]
+    assert problems_of(cells, [], sampled=True) == []
+
+
+def test_a_run_in_which_much_was_not_judged_is_no_success() -> None:
+    kinds = list(KINDS)
+    cells = [cell((kinds[0], "not judged"), *((kind, "killed") for kind in kinds[1:]))]
+    assert problems_of(cells, []) == []
+    cells = [cell(*((kind, "not judged") for kind in kinds[:2]), (kinds[2], "killed"))]
+    (problem,) = problems_of(cells, [])
+    assert problem.startswith("2 of 3 mutants were not judged, expected at most 10%")
+    assert lines_of(cells, [])[-1].startswith("the run fails by its mutants")
     assert problems_of(cells, [], sampled=True) == []
 
 

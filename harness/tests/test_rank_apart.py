@@ -44,6 +44,7 @@ def test_what_a_run_does_is_gone_with_it() -> None:
     [
         ("raise ValueError('bad')", 1, "ValueError: bad"),
         ("os._exit(7)", 7, ""),
+        ("os._exit(0)", 0, ""),
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
         ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV, ""),
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),

@@ -225,21 +225,40 @@ class Controller:
         """Run mutants on a cell that has just passed; what came of each, and what it reached.
 
         Each on ranks as new: what a broken collective leaves in caches and fixtures would speak in
-        the next run, and what is made once must be made again to be broken.
+        the next run, and what is made once must be made again to be broken. On such ranks the case
+        must pass by itself, or what is not the mutant's would be put down to it.
         """
         limit = _MUTANT_LEAST + _MUTANT_TIMES * passed.seconds
-        records = []
-        for mutant in campaign.open_on(passed, case.case):
+        mutants = campaign.open_on(passed, case.case)
+        records: list[dict[str, Any]] = []
+
+        def attempt(mutant: Mutant | None) -> tuple[Drive, Ending]:
             drive, ending, _ = self._run_ranks(
-                item, case, topology, reference, None, limit=limit, mutant=mutant
+                item, case, topology, reference, None, limit=limit, mutant=mutant, apart=True
             )
             ends = [trace.done or {} for trace in drive.traces]
             if any(end.get("used", True) for end in ends):
                 self._pool.drop(drive.fleet)
-            self._imports.update(
-                dict.fromkeys(name for end in ends for name in end.get("imported", ()))
-            )
-            records.append(campaign.take(mutant, case.case, topology.name, drive, ending))
+            found = (name for end in ends for name in end.get("imported", ()))
+            self._imports.update(dict.fromkeys(found))
+            return drive, ending
+
+        known = -1
+        try:
+            while mutants and known < len(self._imports):
+                # Once more with what it imports there beforehand, as its mutants will have it.
+                known = len(self._imports)
+                _, ending = attempt(None)
+                if ending.outcome != "passed":
+                    why = "the case fails on untouched ranks without a mutant: "
+                    why += f"{ending.outcome} {ending.headline}".strip()
+                    records += campaign.give_up(mutants, case.case, topology.name, why)
+                    mutants = []
+            for mutant in mutants:
+                records.append(campaign.take(mutant, case.case, topology.name, *attempt(mutant)))
+        except StartError as error:
+            left = mutants[len(records) :]
+            records += campaign.give_up(left, case.case, topology.name, str(error))
         return {"mutants": records, "call_sites": campaign.newly_reached(passed)}
 
     def _run_ranks(
@@ -252,11 +271,24 @@ class Controller:
         *,
         limit: float,
         mutant: Mutant | None = None,
+        apart: bool = False,
     ) -> tuple[Drive, Ending, list[str]]:
-        """Run the cell on ranks once; also what fixtures of ended ranks said."""
+        """Run the cell on ranks once; also what fixtures of ended ranks said.
+
+        With ``apart`` the ranks are as new, and so are the files of the case.
+        """
         size = topology.world_size
         cell_dir = self._pool.directory("cell")
-        fleet = self._pool.get(f"ranks{size}" if mutant is None else f"untouched{size}", size)
+        fleet = self._pool.get(f"untouched{size}" if apart else f"ranks{size}", size)
+        case_dir = reference.case_dir
+        if self._campaign is not None:
+            before = case_dir.with_name(f"{case_dir.name}-before")
+            if apart:
+                case_dir = self._pool.directory("case")
+                shutil.copytree(before, case_dir, dirs_exist_ok=True, symlinks=True)
+            else:
+                shutil.rmtree(before, ignore_errors=True)
+                shutil.copytree(case_dir, before, symlinks=True)
         new_groups = not self._settings.keep_groups or size in self._unclean
         run = Run(
             nodeid=item.nodeid,
@@ -266,9 +298,9 @@ class Controller:
             noise=0,
             reference_dir=str(reference.directory),
             cell_dir=str(cell_dir),
-            case_dir=str(reference.case_dir),
+            case_dir=str(case_dir),
             tmp_path=self._pool.tmp_path(item),
-            rendezvous=str(fleet.directory if mutant is None else cell_dir),
+            rendezvous=str(cell_dir if apart else fleet.directory),
             dtype=case.options.dtype or self._settings.dtype,
             seed=self._settings.seed,
             megatron=case.options.megatron,
@@ -276,16 +308,18 @@ class Controller:
             ledger=self._settings.ledger,
             callers=self._campaign is not None,
             mutant=None if mutant is None else mutant.message(),
-            apart=mutant is not None,
-            imports=tuple(self._imports) if mutant is not None else (),
+            apart=apart,
+            imports=tuple(self._imports) if apart else (),
         )
         footer = reproduce_line(item, self._settings, topology.name)
         drive = run_to_end(Drive(fleet, run, limit=limit, reproduce=footer))
         if self._pool.side is not None:
             self._pool.side.look(trace.loaded for trace in drive.traces)
         ending = ending_of(drive)
-        errors = self._after(drive, size) if mutant is None else []
+        errors = [] if apart else self._after(drive, size)
         shutil.rmtree(cell_dir, ignore_errors=True)
+        if apart:
+            shutil.rmtree(case_dir, ignore_errors=True)
         return drive, ending, errors
 
     def _after(self, drive: Drive, size: int) -> list[str]:
@@ -414,5 +448,6 @@ def _late_teardown(item: pytest.Item, errors: list[str]) -> pytest.TestReport:
 
 
 def _remove(reference: Reference) -> None:
-    for path in (reference.directory, reference.case_dir):
+    before = reference.case_dir.with_name(f"{reference.case_dir.name}-before")
+    for path in (reference.directory, reference.case_dir, before):
         shutil.rmtree(Path(path), ignore_errors=True)

@@ -88,6 +88,7 @@ def begin(
     """
     install()
     sites = _state.library_sites if callers else _state.sites
+    sites.begin()
     _state.book = Book(directory, rank, axis_of, sites, callers=callers)
     _state.mutation = mutation
 

@@ -30,6 +30,14 @@ class Sites:
         # is remembered keeps its code, so that no other takes its place.
         self._is_inner: dict[int, tuple[bool, CodeType]] = {}
         self._texts: dict[tuple[CodeType, int], str] = {}
+        self._here = ""
+
+    def begin(self) -> None:
+        """Paths below the present working directory are relative to it, wherever a case goes."""
+        here = os.getcwd() + os.sep  # noqa: PTH109 - a prefix of strings is wanted
+        if here != self._here:
+            self._here = here
+            self._texts.clear()
 
     def path(self, frame: FrameType | None, most: int) -> tuple[tuple[CodeType, int], ...]:
         """Code and line of the first frame to be named from ``frame`` outwards, then its callers.
@@ -60,13 +68,12 @@ class Sites:
         return " < ".join(map(self._text, path)) or "a thread without user code"
 
     def _text(self, site: tuple[CodeType, int]) -> str:
-        """``file:line in function``, the file relative to the working directory if it is below."""
+        """``file:line in function``, the file relative to where the case began if it is below."""
         found = self._texts.get(site)
         if found is None:
             code, line = site
             path = code.co_filename
-            here = os.getcwd() + os.sep  # noqa: PTH109 - a prefix of strings is wanted
-            found = f"{path.removeprefix(here)}:{line} in {code.co_qualname}"
+            found = f"{path.removeprefix(self._here)}:{line} in {code.co_qualname}"
             if len(self._texts) >= _REMEMBERED:
                 self._texts.clear()
             self._texts[site] = found

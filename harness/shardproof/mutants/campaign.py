@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -98,17 +98,47 @@ class Campaign:
         self, mutant: Mutant, case: str, topology: str, drive: Drive, ending: Ending
     ) -> dict[str, Any]:
         """Take down how a cell ended with a mutant; the record of it."""
-        trial = _judged(mutant, case, topology, drive, ending)
+        trial = _judged(mutant, case, topology, drive, ending, self._asserted)
         self.trials.setdefault(_key(mutant), []).append(trial)
         return trial.record()
+
+    def give_up(
+        self, mutants: Sequence[Mutant], case: str, topology: str, why: str
+    ) -> list[dict[str, Any]]:
+        """Take down that mutants could not be tried on a cell; the records of them."""
+        by = (" ".join(why.split())[:_WORDS],)
+        records = []
+        for mutant in mutants:
+            trial = Trial(mutant, case, topology, "not judged", "", 0, 0, None, 0.0, by)
+            self.trials.setdefault(_key(mutant), []).append(trial)
+            records.append(trial.record())
+        return records
+
+    def _asserted(self, trace: RankTrace, case: str) -> bool:
+        """Whether a rank ended by an assertion of the case, or of a helper beside it."""
+        report = trace.failed_body or {}
+        longrepr = report.get("longrepr")
+        crash = longrepr.get("reprcrash") if isinstance(longrepr, Mapping) else None
+        if report.get("when") != "call" or not crash:
+            return False
+        path = Path(str(crash.get("path", ""))).resolve()
+        folder = (self.root / case.partition("::")[0]).resolve().parent
+        if path.parent != folder or any(path.is_relative_to(part) for part in self.subject):
+            return False
+        return str(crash.get("message", "")).startswith(_ASSERTIONS)
 
     def _open(self, mutant: Mutant, case: str) -> bool:
         trials = self.trials.get(_key(mutant), [])
         if any(trial.result == "killed" for trial in trials):
             return False
-        # Cases of one function see much the same.
-        tried = {_function(trial.case) for trial in trials if trial.result != "not reached"}
+        # Where no bit changed, other parameters of the same function may have changed one.
+        if sum(trial.result == "equivalent" for trial in trials) >= self.tries:
+            return False
+        tried = {_function(trial.case) for trial in trials if trial.result not in _SAYS_NOTHING}
         return len(tried) < self.tries and _function(case) not in tried
+
+
+_SAYS_NOTHING = ("equivalent", "not reached")
 
 
 def _places(drive: Drive) -> list[Any]:
@@ -131,7 +161,14 @@ _ASSERTIONS = ("AssertionError", "assert ", "Failed")
 _RAISED = ("raised", "ranks disagree", "skipped", "xfailed")
 
 
-def _judged(mutant: Mutant, case: str, topology: str, drive: Drive, ending: Ending) -> Trial:
+def _judged(
+    mutant: Mutant,
+    case: str,
+    topology: str,
+    drive: Drive,
+    ending: Ending,
+    asserted: Callable[[RankTrace, str], bool],
+) -> Trial:
     said = [trace.done.get("mutant") for trace in drive.traces if trace.done is not None]
     reports = [report for report in said if report is not None]
     reached, changed = (sum(report[at] for report in reports) for at in (0, 1))
@@ -148,10 +185,10 @@ def _judged(mutant: Mutant, case: str, topology: str, drive: Drive, ending: Endi
         result = "survived" if changed else "equivalent" if reached else "not reached"
     elif ending.outcome in _RAISED and changed:
         trace = drive.traces[ending.root or 0]
-        result = "killed" if _asserted(trace, case) else "refused"
+        result = "killed" if asserted(trace, case) else "refused"
         by = (trace.describe()[:_WORDS],)
     else:
-        result, by = "not judged", (ending.headline,)
+        result, by = "not judged", (" ".join(ending.headline.split()),)
     return Trial(
         mutant,
         case,
@@ -164,18 +201,6 @@ def _judged(mutant: Mutant, case: str, topology: str, drive: Drive, ending: Endi
         drive.seconds,
         by,
     )
-
-
-def _asserted(trace: RankTrace, case: str) -> bool:
-    """Whether a rank ended by an assertion of the case, or of a helper beside it."""
-    report = trace.failed_body or {}
-    longrepr = report.get("longrepr")
-    crash = longrepr.get("reprcrash") if isinstance(longrepr, Mapping) else None
-    if report.get("when") != "call" or not crash:
-        return False
-    folder = Path(case.partition("::")[0]).resolve().parent
-    asserts = str(crash.get("message", "")).startswith(_ASSERTIONS)
-    return asserts and Path(str(crash.get("path", ""))).resolve().parent == folder
 
 
 def _largest(verdicts: Sequence[dict[str, Any]]) -> float | None:

@@ -16,7 +16,9 @@ RESULTS: Final[Sequence[Result]] = get_args(Result)
 _TELLING: Final = ("killed", "refused", "survived")
 APART: Final = 100.0
 """How many times further from the reference than clean runs killed mutants must be."""
-_UNSEEN: Final = "no case observes what this collective produces"
+_UNSEEN: Final = "no case that was tried observes what changes here"
+UNJUDGED: Final = 0.1
+"""The largest share of mutants that may end without a judgement."""
 
 Record = Mapping[str, Any]
 
@@ -53,6 +55,12 @@ def problems_of(
     if not sampled and all(trial["result"] not in _TELLING for trial in trials):
         return [f"none of {len(trials)} mutants was judged by an observation"]
     problems = []
+    unjudged = sum(trial["result"] == "not judged" for trial in trials)
+    if not sampled and unjudged > UNJUDGED * len(trials):
+        problems.append(
+            f"{unjudged} of {len(trials)} mutants were not judged, expected at most "
+            f"{UNJUDGED:.0%}: see what each ended by"
+        )
     apart = _separation(cells)
     if apart is not None and apart.factor < APART:
         problems.append(
@@ -63,7 +71,11 @@ def problems_of(
     names = unlisted(trials, listed)
     if names:
         listing = "".join(f"\n  {name}" for name in names)
-        problems.append(f"{len(names)} survived without a reason in shardproof_survivors:{listing}")
+        problems.append(
+            f"{len(names)} survived without a reason: observe what they change, or list them "
+            "with a reason in the file that the ini's shardproof_survivors names (docs/mutants.md):"
+            f"{listing}"
+        )
     return problems
 
 
@@ -93,6 +105,8 @@ def _separation(cells: Iterable[Mapping[str, Any]]) -> Separation | None:
     clean: list[tuple[float, str]] = []
     killed: list[tuple[float, str]] = []
     for cell in cells:
+        if cell.get("outcome", "passed") != "passed":
+            continue
         where = f"{cell['case']} on {cell['topology']}"
         for seen in cell.get("observations", ()):
             ratios = [float(seen[key] or 0.0) for key in ("ratio", "row_ratio")]
@@ -147,14 +161,17 @@ def lines_of(
         text += f" ({100 * killed / changing:.1f} %)"
         if refused:
             text += f", {refused} more refused ({100 * (killed + refused) / changing:.1f} %)"
-        lines += ["", f"{text}; {sites} call sites"]
+        lines += ["", f"{text}; {sites} places"]
     apart = _separation(cells)
     if apart is not None:
         lines.append(str(apart))
     for result in ("survived", "not judged", "refused", "not reached"):
         lines += [_line(trial, listed) for trial in trials if trial["result"] == result]
     problems = problems_of(cells, listed, sampled=sampled)
-    return lines + _hints(trials, listed) + [line for text in problems for line in text.split("\n")]
+    lines += _hints(trials, listed) + [line for text in problems for line in text.split("\n")]
+    if problems:
+        lines.append("the run fails by its mutants, whatever the last line says of the cases")
+    return lines
 
 
 def _line(trial: Record, listed: Sequence[Listed]) -> str:

@@ -58,7 +58,7 @@ KINDS: Final[Mapping[str, frozenset[str]]] = {
 """What may be wrong with a result, and the operations of which."""
 
 _LINE: Final = re.compile(r":\d+(?= in )")
-_INSTALLED: Final = re.compile(r"\S*/(?:site|dist)-packages/")
+_INSTALLED: Final = re.compile(r"(?:^|(?<= < ))[^<]*?/(?:site|dist)-packages/")
 _REDUCTIONS: Final = ("SUM", "MAX")
 
 
@@ -141,9 +141,12 @@ def is_the_cases_own(site: str, subject: Sequence[Path], root: Path) -> bool:
         root: the project's directory. What lies elsewhere or is installed is a library, which the
             system under test calls.
     """
-    text, _, _ = site.partition(":")
+    text = _LINE.split(site)[0]
     path = Path.cwd() / text
-    if not subject or not path.is_relative_to(root) or _INSTALLED.match(str(path)):
+    # Without a line it is a thread without user code: the subject's, for all that is known.
+    if not subject or text == site or not path.is_relative_to(root):
+        return False
+    if _INSTALLED.match(str(path)):
         return False
     return not any(path.is_relative_to(part) for part in subject)
 

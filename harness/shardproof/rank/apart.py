@@ -24,23 +24,32 @@ _PR_SET_PDEATHSIG: Final = 1
 def run_apart(run: Callable[[], object]) -> None:
     """Fork, have the child ``run``, and wait for its end. What kills it ends this process too."""
     parent = os.getpid()
+    reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
-        _be_child(run, parent)
+        os.close(reading)
+        _be_child(run, parent, writing)
+    os.close(writing)
     with stacks_of(child):
         _, status = os.waitpid(child, 0)
-    if status:
+    finished = b""
+    os.set_blocking(reading, False)
+    with contextlib.suppress(BlockingIOError):  # what the run started may hold the other end
+        finished = os.read(reading, 1)
+    os.close(reading)
+    if status or not finished:
         _end_like(status)
 
 
-def _be_child(run: Callable[[], object], parent: int) -> Never:
+def _be_child(run: Callable[[], object], parent: int, writing: int) -> Never:
     status = 1
     try:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == parent:  # else it died before the line above took effect
             run()
+            os.write(writing, b"1")  # a run that leaves with code 0 has not finished
             status = 0
     except BaseException:  # noqa: BLE001 - the caller's stack is the parent's: nothing may get there
         with contextlib.suppress(BaseException):

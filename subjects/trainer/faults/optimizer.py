@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +68,17 @@ def _used_up(
     slots: Mapping[str, Sequence[Named]], factors: Mapping[str, float]
 ) -> AbstractContextManager[None]:
     return _clipped(dict.fromkeys(slots, ()), factors)
+
+
+@contextmanager
+def _left_clipped(
+    slots: Mapping[str, Sequence[Named]], factors: Mapping[str, float]
+) -> Iterator[None]:
+    for slot, members in slots.items():
+        for member in members:
+            if member.parameter.grad is not None:
+                member.parameter.grad.mul_(factors[slot])
+    yield
 
 
 def _not_reduced(trainer: Steppable) -> None:
@@ -245,6 +256,9 @@ FAULTS: dict[str, Fault] = {
         case=_SLOTS,
         shows="step0.moment.large/*",
         catalogue=(54,),
+    ),
+    "gradients stay clipped after the step": _fault(
+        _left_clipped, "clipped", axis="any", case=_SLOTS, shows="grad.large/*"
     ),
     "step before gradients are reduced": _fault(
         _not_reduced,

@@ -16,6 +16,7 @@ _reduce_weight = reductions.reduce_weight
 _sum_over_tp = reductions.sum_over_tp
 _reduce_custom = reductions.reduce_custom
 _dp_reduce = reductions.dp_reduce
+_carried = reductions.carried
 
 
 def _probe_summed(gradient: Tensor, groups: Groups) -> Tensor:
@@ -90,7 +91,19 @@ def _always_sum(value: Value, op: ReduceOp, groups: Groups, *, device: torch.dev
     return _dp_reduce(value, "sum", groups, device=device)
 
 
+def _uncopied(value: Value, device: torch.device) -> Tensor:
+    return value.detach() if isinstance(value, Tensor) else _carried(value, device)
+
+
 FAULTS: dict[str, Fault] = {
+    "dp_reduce in the caller's tensor": Fault(
+        module=reductions,
+        name="carried",
+        function=_uncopied,
+        axis="dp",
+        case="test_metrics.test_metrics_over_data_parallel_ranks",
+        shows="own states are left alone",
+    ),
     "probe gradient summed over cp": Fault(
         module=reductions,
         name="reduce_custom",
