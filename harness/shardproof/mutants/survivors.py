@@ -14,6 +14,7 @@ REASONS: Final[Mapping[str, str]] = {
     "own part": "a rank uses its own part of the result, and the change is in the others'",
     "padding": "the element that changes is padding",
     "cancels": "it is taken off and put back: any number near does",
+    "elsewhere": "only another rank uses what is wrong on this one",
     "reported": "what comes of it is shown to people alone",
     "redundant": "another collective brings the same numbers",
 }

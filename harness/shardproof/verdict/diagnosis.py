@@ -70,7 +70,7 @@ def scale_hint(scale: Scale, topology: Topology) -> str:
     if scale.alpha > 1.0:
         return (
             f"α {near} {names}: counted once for each rank of that axis (summed where it should be "
-            "averaged or taken once)"
+            "averaged or taken once, or divided by a count of one rank's own)"
         )
     return (
         f"α {near} {names}: divided by that axis once too often, or one rank's part of a sum "
