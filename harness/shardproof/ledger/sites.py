@@ -31,6 +31,7 @@ class Sites:
         self._is_inner: dict[int, tuple[bool, CodeType]] = {}
         self._texts: dict[tuple[CodeType, int], str] = {}
         self._here = ""
+        self.begin()
 
     def begin(self) -> None:
         """Paths below the present working directory are relative to it, wherever a case goes."""
