@@ -148,7 +148,9 @@ def test_clipping_is_by_slot(rank: Rank, build: BuildTrainer) -> None:
     _losses(rank, trainer, scales, batches=rank.split(requests(rank)))
     optimizer.step()
     # As they were reduced, whatever the step made of them.
-    rank.observe_gradients(trainer.named_gradients())
+    for name, parameter, placement in trainer.named_parameters():
+        assert parameter.grad is not None, name
+        rank.observe(f"gradient.{name}", parameter.grad, **placement)  # type: ignore[arg-type]
 
 
 @_FEWER

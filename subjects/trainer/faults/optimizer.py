@@ -258,7 +258,7 @@ FAULTS: dict[str, Fault] = {
         catalogue=(54,),
     ),
     "gradients stay clipped after the step": _fault(
-        _left_clipped, "clipped", axis="any", case=_SLOTS, shows="grad.large/*"
+        _left_clipped, "clipped", axis="any", case=_SLOTS, shows="gradient.large/*"
     ),
     "step before gradients are reduced": _fault(
         _not_reduced,
