@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from shardproof.fleet.cleanup import _LOCK, scratch_root
 
 PREAMBLE = """
     import os
@@ -268,8 +271,6 @@ def test_nothing_survives_the_session(pytester: pytest.Pytester, how: str) -> No
     """
     )
     token = f"parity-leftovers-{os.getpid()}-{how.replace(' ', '-')}"
-    shared = Path("/dev/shm")
-    before = {path.name for path in shared.iterdir()}
     args = ["-n", "2", "--dist", "load"] if how.endswith("worker") else []
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args],
@@ -282,6 +283,8 @@ def test_nothing_survives_the_session(pytester: pytest.Pytester, how: str) -> No
     try:
         workers = 2 if args else 1
         _until(lambda: len(list(pytester.path.glob("waiting*"))) == workers, 90)
+        scratch = _scratch_of({process.pid, *_children(process.pid)})
+        assert len(scratch) == workers
         if how == "SIGINT":
             os.kill(process.pid, signal.SIGINT)
         elif how == "SIGKILL":
@@ -292,10 +295,20 @@ def test_nothing_survives_the_session(pytester: pytest.Pytester, how: str) -> No
             os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
         _until(lambda: not _marked(token), 5)
-        _until(lambda: {path.name for path in shared.iterdir()} <= before, 5)
+        _until(lambda: not any(path.exists() for path in scratch), 5)
     finally:
         for pid in _marked(token):
             os.kill(pid, signal.SIGKILL)
+
+
+def _scratch_of(pids: set[int]) -> list[Path]:
+    """The private directories of controllers; other runs on this machine have theirs beside."""
+    found = []
+    for lock in scratch_root().glob(f"shardproof-*/{_LOCK}"):
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(lock.read_text())["pid"] in pids:
+                found.append(lock.parent)
+    return found
 
 
 def _children(pid: int) -> list[int]:
