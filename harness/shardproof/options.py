@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from shardproof.mutants.choice import EXAMPLES, Choice, ChoiceError, read_choice
-from shardproof.mutants.reading import ReadingError, read_sites
+from shardproof.mutants.coverage import Coverage
+from shardproof.mutants.reading import ReadingError
 from shardproof.mutants.survivors import Listed, SurvivorsError, read_survivors
 from shardproof.topology import Axis, Topology, TopologyError, declare_axes, parse_topology
 
@@ -28,7 +29,8 @@ class Settings:
 
     ``timeout`` is in seconds per case and topology. ``forced`` are the topologies of
     ``--topology``, empty when each case's own are used. ``against`` is the revision or release of
-    ``--against``, ``subject`` the paths that it supplies, relative to the rootdir.
+    ``--against``, ``subject`` the paths that it supplies, relative to the rootdir; ``coverage`` are
+    the call sites there, in a run with ``--mutants``.
     """
 
     axes: tuple[Axis, ...]
@@ -47,6 +49,7 @@ class Settings:
     mutants: Choice | None = None
     survivors: tuple[Listed, ...] = ()
     subject: tuple[str, ...] = ()
+    coverage: Coverage | None = None
 
 
 SETTINGS = pytest.StashKey[Settings]()
@@ -196,6 +199,7 @@ def read_settings(config: pytest.Config) -> Settings:
         mutants=mutants,
         survivors=_survivors(config),
         subject=tuple(config.getini("shardproof_subject")),
+        coverage=_coverage(config),
     )
 
 
@@ -213,16 +217,19 @@ def _mutants(config: pytest.Config) -> Choice | None:
                 "and one run answers one question; leave one of them out"
             )
     try:
-        choice = read_choice(text)
+        return read_choice(text)
     except ChoiceError as error:
         raise pytest.UsageError(f"--mutants: {error}") from error
+
+
+def _coverage(config: pytest.Config) -> Coverage | None:
     subject = config.getini("shardproof_subject")
+    if not subject or config.getoption("--mutants") is None:
+        return None
     try:
-        if subject:
-            read_sites(subject, config.rootpath)
+        return Coverage(subject, root=config.rootpath)
     except ReadingError as error:
         raise pytest.UsageError(f"shardproof_subject: {error}") from error
-    return choice
 
 
 def _survivors(config: pytest.Config) -> tuple[Listed, ...]:

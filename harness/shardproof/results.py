@@ -83,12 +83,11 @@ class Results:
         terminalreporter.write_line(f"results: {shown}")
 
     def _mutants(self) -> list[str]:
-        from shardproof.mutants.coverage import Coverage
         from shardproof.mutants.matrix import lines_of, telling
 
         lines = lines_of(self.cells, self._settings.survivors, sampled=self._sampled)
-        if self._settings.subject:
-            coverage = Coverage(self._settings.subject, root=self._config.rootpath)
+        coverage = self._settings.coverage
+        if coverage is not None:
             for site in (site for cell in self.cells for site in cell.get("call_sites", ())):
                 coverage.see(site)
             for trial in telling(self.cells):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,14 +280,10 @@ class Controller:
         cell_dir = self._pool.directory("cell")
         fleet = self._pool.get(f"untouched{size}" if apart else f"ranks{size}", size)
         case_dir = reference.case_dir
-        if self._campaign is not None:
-            before = case_dir.with_name(f"{case_dir.name}-before")
-            if apart:
-                case_dir = self._pool.directory("case")
-                shutil.copytree(before, case_dir, dirs_exist_ok=True, symlinks=True)
-            else:
-                shutil.rmtree(before, ignore_errors=True)
-                shutil.copytree(case_dir, before, symlinks=True)
+        if apart:
+            case_dir = reference.kept_files(self._pool.directory("case"))
+        elif self._campaign is not None:
+            reference.keep_files()
         new_groups = not self._settings.keep_groups or size in self._unclean
         run = Run(
             nodeid=item.nodeid,
@@ -367,7 +362,7 @@ class Controller:
         self._references[key] = reference
         while len(self._references) > _REFERENCES_KEPT:
             _, oldest = self._references.popitem(last=False)
-            _remove(oldest)
+            oldest.remove()
         return reference
 
     def _key(self, item: pytest.Item) -> str:
@@ -385,7 +380,7 @@ class Controller:
         """Free a reference after its last cell."""
         self._left[key] -= 1
         if self._left[key] <= 0 and key in self._references:
-            _remove(self._references.pop(key))
+            self._references.pop(key).remove()
 
     def _next(self, item: pytest.Item, size: int, nextitem: pytest.Item | None) -> str | None:
         """The item that ranks of this size run next, so that higher-scoped fixtures end in time."""
@@ -445,9 +440,3 @@ _OBSERVES_NOTHING = (
 def _late_teardown(item: pytest.Item, errors: list[str]) -> pytest.TestReport:
     text = "fixtures of higher scope failed as the ranks ended\n" + "\n".join(errors)
     return simple_report(item, when="teardown", outcome="failed", longrepr=text)
-
-
-def _remove(reference: Reference) -> None:
-    before = reference.case_dir.with_name(f"{reference.case_dir.name}-before")
-    for path in (reference.directory, reference.case_dir, before):
-        shutil.rmtree(Path(path), ignore_errors=True)

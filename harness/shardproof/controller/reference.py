@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,25 @@ class Reference:
     raised: Mapping[str, Any] | None = None
     fallen: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def _before(self) -> Path:
+        return self.case_dir.with_name(f"{self.case_dir.name}-before")
+
+    def keep_files(self) -> None:
+        """Keep a copy of the case's files as the next cell finds them."""
+        shutil.rmtree(self._before, ignore_errors=True)
+        shutil.copytree(self.case_dir, self._before, symlinks=True)
+
+    def kept_files(self, directory: Path) -> Path:
+        """Put the files that were kept into an empty directory, and return it."""
+        shutil.copytree(self._before, directory, dirs_exist_ok=True, symlinks=True)
+        return directory
+
+    def remove(self) -> None:
+        """Remove all its files."""
+        for path in (self.directory, self.case_dir, self._before):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def make_reference(

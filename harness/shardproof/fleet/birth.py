@@ -17,14 +17,12 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from .capture import Capture
 from .channel import Channel
-from .processes import libc, marks, open_fds, process_name, set_process_name
+from .processes import die_with, leave, marks, open_fds, process_name, set_process_name
 from .stacks import enable_stacks, stack_file
-
-_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +62,12 @@ def be_rank(birth: Birth, *, inherited: Collection[int]) -> None:
         with contextlib.suppress(BaseException):
             traceback.print_exc()
     finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        # No interpreter shutdown: destructors of process groups and of torch's thread pools
-        # are known to abort there now and then, when peers have left before.
-        os._exit(status)
+        leave(status)
 
 
 def _isolate(birth: Birth, inherited: Collection[int]) -> None:
     os.setsid()
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != birth.server_pid:
-        os._exit(1)  # the server died before the line above took effect
+    die_with(birth.server_pid)
     rank = f"{birth.fleet}.{birth.rank}"
     set_process_name(process_name(rank))
     os.environ.update(marks(birth.token, rank))
@@ -108,8 +99,8 @@ def _run(birth: Birth) -> int:
                 target = getattr(target, name)
             run: Callable[..., object] = target
             run(channel, birth.rank, birth.size, setup)
-        except SystemExit as leave:
-            status = _exit_status(leave.code)
+        except SystemExit as wish:
+            status = _exit_status(wish.code)
         except BaseException:  # noqa: BLE001  whatever it is, the rank ends with its traceback
             traceback.print_exc()
             status = 1

@@ -13,11 +13,12 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Never
 
 from .errors import SurvivorError
 
@@ -31,6 +32,7 @@ RANK_VARIABLE: Final = "SHARDPROOF_FLEET_RANK"
 
 _STOP_ROUNDS: Final = 20
 _PR_SET_NAME: Final = 15
+_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,25 @@ def other_threads() -> list[str]:
             with contextlib.suppress(OSError):
                 names.append((task / "comm").read_text().strip())
     return names
+
+
+def die_with(parent: int) -> None:
+    """Have this process killed when ``parent``, which forked it, ends; at once if it has ended."""
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before the line above took effect
+
+
+def leave(status: int) -> Never:
+    """Leave a forked process with what was printed, and without an interpreter shutdown.
+
+    Destructors of process groups and of torch's thread pools are known to abort there now and then,
+    when peers have left before.
+    """
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def open_fds() -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -98,21 +98,57 @@ class Campaign:
         self, mutant: Mutant, case: str, topology: str, drive: Drive, ending: Ending
     ) -> dict[str, Any]:
         """Take down how a cell ended with a mutant; the record of it."""
-        trial = _judged(mutant, case, topology, drive, ending, self._asserted)
-        self.trials.setdefault(_key(mutant), []).append(trial)
-        return trial.record()
+        return self._keep(self._judged(mutant, case, topology, drive, ending))
 
     def give_up(
         self, mutants: Sequence[Mutant], case: str, topology: str, why: str
     ) -> list[dict[str, Any]]:
         """Take down that mutants could not be tried on a cell; the records of them."""
         by = (" ".join(why.split())[:_WORDS],)
-        records = []
-        for mutant in mutants:
-            trial = Trial(mutant, case, topology, "not judged", "", 0, 0, None, 0.0, by)
-            self.trials.setdefault(_key(mutant), []).append(trial)
-            records.append(trial.record())
-        return records
+        return [
+            self._keep(Trial(mutant, case, topology, "not judged", "", 0, 0, None, 0.0, by))
+            for mutant in mutants
+        ]
+
+    def _keep(self, trial: Trial) -> dict[str, Any]:
+        self.trials.setdefault(_key(trial.mutant), []).append(trial)
+        return trial.record()
+
+    def _judged(
+        self, mutant: Mutant, case: str, topology: str, drive: Drive, ending: Ending
+    ) -> Trial:
+        said = [trace.done.get("mutant") for trace in drive.traces if trace.done is not None]
+        reports = [report for report in said if report is not None]
+        reached, changed = (sum(report[at] for report in reports) for at in (0, 1))
+        broken = [report[2] for report in reports if report[2]]
+        failed = [one for one in drive.verdicts or [] if one["outcome"] != "passed"]
+        by: tuple[str, ...] = tuple(one["name"] for one in failed[:3])
+        result: Result
+        if broken:
+            result, by = "not judged", (f"the mutant itself failed: {broken[0]}"[:_WORDS],)
+        elif failed and changed:
+            result = "killed"
+        elif ending.outcome == "passed" or failed:
+            # Without a change nothing that fails can be put down to the mutant.
+            result = "survived" if changed else "equivalent" if reached else "not reached"
+        elif ending.outcome in _RAISED and changed:
+            trace = drive.traces[ending.root or 0]
+            result = "killed" if self._asserted(trace, case) else "refused"
+            by = (trace.describe()[:_WORDS],)
+        else:
+            result, by = "not judged", (" ".join(ending.headline.split()),)
+        return Trial(
+            mutant,
+            case,
+            topology,
+            result,
+            ending.outcome,
+            reached,
+            changed,
+            _largest(failed),
+            drive.seconds,
+            by,
+        )
 
     def _asserted(self, trace: RankTrace, case: str) -> bool:
         """Whether a rank ended by an assertion of the case, or of a helper beside it."""
@@ -159,48 +195,6 @@ _WORDS = 200
 # Also those of pytest.raises and pytest.fail.
 _ASSERTIONS = ("AssertionError", "assert ", "Failed")
 _RAISED = ("raised", "ranks disagree", "skipped", "xfailed")
-
-
-def _judged(
-    mutant: Mutant,
-    case: str,
-    topology: str,
-    drive: Drive,
-    ending: Ending,
-    asserted: Callable[[RankTrace, str], bool],
-) -> Trial:
-    said = [trace.done.get("mutant") for trace in drive.traces if trace.done is not None]
-    reports = [report for report in said if report is not None]
-    reached, changed = (sum(report[at] for report in reports) for at in (0, 1))
-    broken = [report[2] for report in reports if report[2]]
-    failed = [one for one in drive.verdicts or [] if one["outcome"] != "passed"]
-    by: tuple[str, ...] = tuple(one["name"] for one in failed[:3])
-    result: Result
-    if broken:
-        result, by = "not judged", (f"the mutant itself failed: {broken[0]}"[:_WORDS],)
-    elif failed and changed:
-        result = "killed"
-    elif ending.outcome == "passed" or failed:
-        # Without a change nothing that fails can be put down to the mutant.
-        result = "survived" if changed else "equivalent" if reached else "not reached"
-    elif ending.outcome in _RAISED and changed:
-        trace = drive.traces[ending.root or 0]
-        result = "killed" if asserted(trace, case) else "refused"
-        by = (trace.describe()[:_WORDS],)
-    else:
-        result, by = "not judged", (" ".join(ending.headline.split()),)
-    return Trial(
-        mutant,
-        case,
-        topology,
-        result,
-        ending.outcome,
-        reached,
-        changed,
-        _largest(failed),
-        drive.seconds,
-        by,
-    )
 
 
 def _largest(verdicts: Sequence[dict[str, Any]]) -> float | None:

@@ -13,12 +13,10 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Final, Never
+from typing import Never
 
-from shardproof.fleet.processes import libc
+from shardproof.fleet.processes import die_with, leave
 from shardproof.fleet.stacks import stacks_of
-
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def run_apart(run: Callable[[], object]) -> None:
@@ -46,20 +44,15 @@ def run_apart(run: Callable[[], object]) -> None:
 def _be_child(run: Callable[[], object], parent: int, writing: int) -> Never:
     status = 1
     try:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == parent:  # else it died before the line above took effect
-            run()
-            os.write(writing, b"1")  # a run that leaves with code 0 has not finished
-            status = 0
+        die_with(parent)
+        run()
+        os.write(writing, b"1")  # a run that leaves with code 0 has not finished
+        status = 0
     except BaseException:  # noqa: BLE001 - the caller's stack is the parent's: nothing may get there
         with contextlib.suppress(BaseException):
             traceback.print_exc()
     finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        # As at the end of a rank: no interpreter shutdown.
-        os._exit(status)
+        leave(status)
 
 
 def _end_like(status: int) -> Never:
