@@ -9,8 +9,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 BIN := .venv/bin
-# Parts of the tree that exist, in the order in which they depend on each other.
-TESTED := $(wildcard harness/tests oracles subjects ci/tests)
+# Parts of the tree that exist; the longest tests come first, so that two processes end together.
+TESTED := $(wildcard subjects harness/tests oracles ci/tests)
 CHECKED := $(wildcard harness oracles subjects cases ci conftest.py)
 # `make test PART=...`: unit, faults (ranks and sessions die), against (the control against a parent),
 # controls (faults put into the trainer must be caught) or floors (of what the cases observe). The

@@ -197,12 +197,10 @@ def test_selection_options_stop_and_repeat(pytester: pytest.Pytester) -> None:
         assert rank.is_reference or n not in (1, 2)
     """
     )
-    result = pytester.runpytest("-x")
-    result.assert_outcomes(passed=1, failed=1)
     result = pytester.runpytest("--maxfail=2")
     result.assert_outcomes(passed=1, failed=2)
-    result = pytester.runpytest("--lf", "-v")
-    result.assert_outcomes(failed=2)
+    result = pytester.runpytest("--lf", "-x", "-v")
+    result.assert_outcomes(failed=1)
     result = pytester.runpytest("--lf", "-k", "cp2-2", "--deselect", "nothing", "-W", "error")
     result.assert_outcomes(failed=1, deselected=1)
 

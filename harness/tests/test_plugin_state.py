@@ -215,7 +215,7 @@ def test_xdist_workers_have_fleets_of_their_own(pytester: pytest.Pytester, by: s
     """
     )
     if by == "ini":
-        pytester.makeini("[pytest]\naddopts = -n 2\n")
+        pytester.makeini("[pytest]\naddopts = -n 1\n")
     result = pytester.runpytest_subprocess(*(["-n", "2"] if by == "option" else []))
     result.assert_outcomes(passed=5, failed=2)
     header, cells = read_run(pytester)

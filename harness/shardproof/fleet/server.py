@@ -97,12 +97,15 @@ class Server:
             os.environ["PYTHONPATH"] = start["pythonpath"]
         self._refuse_threads("sitecustomize", "the start of the interpreter (a .pth file, perhaps)")
         own = open_fds()
+        # Imports make much and leave little garbage: to look for it at the end is enough.
+        gc.disable()
         for module in start["preload"]:
             self._control.send({"event": "importing", "module": module})
             self._import(module)
         # Garbage of the imports would be copied into every rank at its first collection.
         gc.collect()
         gc.freeze()
+        gc.enable()
         self._inherited = frozenset(open_fds() - own)
         self._install_signals()
         with contextlib.suppress(OSError):  # gone, or no pidfds: the channel's end tells as well

@@ -10,7 +10,7 @@ from typing import TypeVar
 from subjects.trainer.faults.fault import Fault
 
 Name = TypeVar("Name", str, tuple[str, tuple[str, ...]])
-SHARE = 1 / 4
+SHARE = 1 / 8
 """The part of each family that a sample takes, at least."""
 
 
