@@ -90,6 +90,31 @@ def test_a_descendant_with_its_own_session_is_found(start: Starter) -> None:
     assert not alive(child.ident)
 
 
+def test_one_that_outlives_its_parent_is_waited_for(
+    start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its parent gone it is nobody's descendant, and in no session of the family."""
+    inner = f"[sys.executable, '-c', {SLEEP!r}]"
+    root = start(f"import subprocess, sys; subprocess.run({inner}, start_new_session=True)")
+    family = Family(token("none"), roots=frozenset({root}))
+    [child] = [stat for stat in eventually(family.members) if stat.ident != root]
+
+    kills: list[Ident] = []
+
+    def slow(ident: Ident, number: int) -> None:
+        """As if the system took its time with the child: the first signal does nothing yet."""
+        if number == signal.SIGKILL:
+            kills.append(ident)
+            if ident != root and kills.count(ident) == 1:
+                return
+        send_signal(ident, number)
+
+    monkeypatch.setattr(processes, "send_signal", slow)
+    family.kill()
+    assert kills.count(child.ident) > 1
+    assert not alive(child.ident)
+
+
 def test_one_that_starts_more_and_more_is_ended_with_all_of_them(start: Starter) -> None:
     """A child made between the count and the kill would be nobody's: all are stopped first."""
     name = f"sp-{os.getpid()}".encode()

@@ -190,11 +190,14 @@ class Family:
         uninterruptible sleep, or of another user).
         """
         deadline = time.monotonic() + timeout
+        known: set[Ident] = set()
         stopped: set[Ident] = set()
         rounds = 0
         pause = 0.0005
-        while members := self.members():
-            fresh = {stat.ident for stat in members} - stopped
+        # Whose parent was the first to end is nobody's descendant any more, and still there.
+        while members := self.members() | _living(known):
+            known |= {stat.ident for stat in members}
+            fresh = known - stopped
             if fresh and rounds < _STOP_ROUNDS:
                 rounds += 1
                 for ident in fresh:
@@ -210,6 +213,12 @@ class Family:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
+
+
+def _living(idents: Iterable[Ident]) -> set[Stat]:
+    """Those of these processes that are alive."""
+    found = {ident: read_stat(ident.pid) for ident in idents}
+    return {stat for ident, stat in found.items() if stat and stat.ident == ident and not stat.dead}
 
 
 def process_name(rank: str) -> bytes:
