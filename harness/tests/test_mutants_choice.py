@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,29 @@ def test_a_survivor_needs_a_reason_and_a_reason_a_survivor(tmp_path: Path) -> No
     assert problems_of(cells, listed) == []
     hint = lines_of(cells, listed)[-1]
     assert hint.startswith("line 1 of shardproof_survivors is about mutants that were killed here")
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("own part", ["2 of the 3 that make a difference are killed or refused (66.7 %); 1 *"]),
+        ("reported", []),
+    ],
+)
+def test_what_makes_no_difference_need_not_be_noticed(
+    tmp_path: Path, reason: str, said: list[str]
+) -> None:
+    results = ("survived", "killed", "refused", "not judged", "equivalent")
+    cells = [cell(*zip(KINDS, results, strict=False))]
+    path = tmp_path / "survivors.txt"
+    path.write_text(f"{reason} | {next(iter(KINDS))}*\n")
+    lines = lines_of(cells, read_survivors(path))
+    assert "1 of 4 mutants that change a number are killed (25.0 %), 1 more refused (50.0 %)" in (
+        line.partition(";")[0] for line in lines
+    )
+    found = [line for line in lines if "make a difference" in line]
+    assert len(found) == len(said)
+    assert all(map(fnmatchcase, found, said))
 
 
 def test_a_run_without_mutants_is_no_success() -> None:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Final, get_args
 
 from shardproof.mutants.campaign import Result
-from shardproof.mutants.survivors import REASONS, Listed, needless, unlisted
+from shardproof.mutants.survivors import (
+    REASONS,
+    SHOWN,
+    Listed,
+    needless,
+    reason_of,
+    unlisted,
+)
 from shardproof.mutants.target import KINDS
 
 # From the best that a mutant may come to on any cell to what says least.
@@ -153,15 +160,7 @@ def lines_of(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    changing = len(trials) - totals["equivalent"] - totals["not reached"]
-    sites = len({trial["site"] for trial in trials})
-    if changing:
-        killed, refused = totals["killed"], totals["refused"]
-        text = f"{killed} of {changing} mutants that change a number are killed"
-        text += f" ({100 * killed / changing:.1f} %)"
-        if refused:
-            text += f", {refused} more refused ({100 * (killed + refused) / changing:.1f} %)"
-        lines += ["", f"{text}; {sites} places"]
+    lines += _shares(trials, listed)
     apart = _separation(cells)
     if apart is not None:
         lines.append(str(apart))
@@ -174,10 +173,32 @@ def lines_of(
     return lines
 
 
+def _shares(trials: Sequence[Record], listed: Sequence[Listed]) -> list[str]:
+    """How many mutants were noticed, of those that change a number and of those that matter."""
+    totals = Counter(trial["result"] for trial in trials)
+    changing = len(trials) - totals["equivalent"] - totals["not reached"]
+    if not changing:
+        return []
+    killed, noticed = totals["killed"], totals["killed"] + totals["refused"]
+    text = f"{killed} of {changing} mutants that change a number are killed"
+    text += f" ({100 * killed / changing:.1f} %)"
+    if noticed > killed:
+        text += f", {noticed - killed} more refused ({100 * noticed / changing:.1f} %)"
+    lines = ["", f"{text}; {len({trial['site'] for trial in trials})} places"]
+    idle = sum(reason_of(trial, listed) not in (None, SHOWN) for trial in trials)
+    matter = changing - idle
+    if idle and matter:
+        lines.append(
+            f"{noticed} of the {matter} that make a difference are killed or refused "
+            f"({100 * noticed / matter:.1f} %); {idle} survive with a reason why they make none"
+        )
+    return lines
+
+
 def _line(trial: Record, listed: Sequence[Listed]) -> str:
     said = "; ".join(trial["by"])
     if trial["result"] == "survived":
-        reason = next((one.reason for one in listed if one.means(trial["mutant"])), None)
+        reason = reason_of(trial, listed)
         said = _UNSEEN if reason is None else REASONS[reason]
     phase = "backward" if trial["backward"] else "forward"
     where = f"{trial['operation']} over {trial['axis']} in {phase}, {trial['site']}"

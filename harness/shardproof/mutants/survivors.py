@@ -20,6 +20,9 @@ REASONS: Final[Mapping[str, str]] = {
 }
 """Why a mutant may survive."""
 
+SHOWN: Final = "reported"
+"""The one reason of a mutant that makes a difference, to people; what has another makes none."""
+
 
 class SurvivorsError(ValueError):
     """The list can't be read."""
@@ -63,13 +66,20 @@ def read_survivors(path: Path) -> list[Listed]:
     return found
 
 
+def reason_of(trial: Mapping[str, Any], listed: Iterable[Listed]) -> str | None:
+    """Why this mutant survived; None where it did not, or no line is about it."""
+    if trial["result"] != "survived":
+        return None
+    return next((one.reason for one in listed if one.means(trial["mutant"])), None)
+
+
 def unlisted(trials: Iterable[Mapping[str, Any]], listed: Iterable[Listed]) -> list[str]:
     """Names of survivors that no line is about."""
     known = list(listed)
     return [
         str(trial["mutant"])
         for trial in trials
-        if trial["result"] == "survived" and not any(one.means(trial["mutant"]) for one in known)
+        if trial["result"] == "survived" and reason_of(trial, known) is None
     ]
 
 
