@@ -1,11 +1,11 @@
 """How far correct code lands from its gates: a battery of cases under many seeds.
 
-Each seed is a run of its own with other inputs and other noise, so that no two comparisons share
-their rounding. Prints how many comparisons came to which part of their gate, tensors and scalars
-(fewer than four elements) apart: the larger of error over gate of the whole and of the worst row.
+Each seed has other inputs and other noise, so that no two comparisons share their rounding. Prints
+how many comparisons came to which part of their gate, apart for tensors and scalars (of fewer than
+four elements): the larger of error over gate of the whole and of the worst row.
 
-FOLDER keeps the results of each seed; those that are there and complete are not run again, so that
-a run that was stopped goes on. Cases and topologies have to stay the same in one folder.
+FOLDER keeps the results of every ten seeds; those that are there and complete are not run again,
+so that a run that was stopped goes on. Cases and topologies have to stay the same in one folder.
 
 Exits with 1 when a cell did not pass, a comparison came above half of its gate, or there were fewer
 than were asked for.
@@ -32,6 +32,8 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 HALF: Final = 0.5
 SCALAR: Final = 4
+TOGETHER: Final = 10
+"""Seeds of one run of pytest: starting one costs as much as two seeds or so."""
 EDGES: Final = (1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
 BAR: Final = 40
 # Outputs, gradients, slots and metrics, chosen for many comparisons a second.
@@ -55,7 +57,7 @@ class Tail:
     is not exceeded.
     """
 
-    seeds: int = 0
+    seeds: set[int] = field(default_factory=set)
     comparisons: int = 0
     parts: dict[str, Counter[int]] = field(
         default_factory=lambda: {"tensors": Counter(), "scalars": Counter()}
@@ -63,11 +65,11 @@ class Tail:
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def add(self, seed: int, cells: Sequence[dict[str, Any]]) -> None:
-        """Take over the cells of one seed."""
-        self.seeds += 1
+    def add(self, cells: Sequence[dict[str, Any]]) -> None:
+        """Take over the cells of some seeds."""
         for cell in cells:
-            where = f"{cell['case']} {cell['topology']} seed {seed}"
+            self.seeds.add(cell["seed"])
+            where = f"{cell['case']} {cell['topology']} seed {cell['seed']}"
             if cell["outcome"] != "passed":
                 self.problems.append(f"{cell['outcome']}: {where}")
             for seen in cell["observations"]:
@@ -85,7 +87,7 @@ class Tail:
 
     def lines(self) -> list[str]:
         """The tail: each row a part of the gate, bars by the logarithm of the count."""
-        found = [f"{self.comparisons} comparisons, {self.seeds} seeds"]
+        found = [f"{self.comparisons} comparisons, {len(self.seeds)} seeds"]
         for kind, counts in self.parts.items():
             total = sum(counts.values())
             if not total:
@@ -115,26 +117,26 @@ def part_of(seen: dict[str, Any]) -> float:
     return max(parts)
 
 
-def read(folder: Path, seed: int) -> list[dict[str, Any]] | None:
-    """The cells of one seed, None where they are not complete."""
-    path = folder / f"seed-{seed}" / "run.jsonl"
-    if not (path.parent / "complete").exists():
+def read(report: Path) -> list[dict[str, Any]] | None:
+    """The cells of some seeds, None where they are not complete."""
+    if not (report / "complete").exists():
         return None
-    lines = path.read_text("utf-8").splitlines()[1:]
+    lines = (report / "run.jsonl").read_text("utf-8").splitlines()[1:]
     return [json.loads(line) for line in lines]
 
 
-def run(folder: Path, seed: int, arguments: Sequence[str]) -> str:
-    """Run the battery with one seed; what pytest said when it ended other than by its cells."""
-    report = folder / f"seed-{seed}"
+def run(report: Path, seeds: range, arguments: Sequence[str]) -> str:
+    """Run the battery with these seeds; what pytest said when not the cells made it fail."""
     report.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["--parity-seed", str(seed), "--parity-report", str(report), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command += ["--parity-seed", f"{seeds.start}:{seeds.stop}", "--parity-report", str(report)]
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     # 1: cells failed, and the results say which.
     if done.returncode not in (0, 1) or not (report / "run.jsonl").exists():
         said = done.stdout[-2000:] + done.stderr
-        return f"seed {seed}: pytest ended with {done.returncode}\n{said}"
+        return f"{report.name}: pytest ended with {done.returncode}\n{said}"
     (report / "complete").touch()
     return ""
 
@@ -145,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--comparisons", type=int, default=200_000)
-    parser.add_argument("--jobs", type=int, default=1, help="seeds that run at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="runs of ten seeds at a time")
     parser.add_argument("--topology", action="append", default=[])
     parser.add_argument("more", nargs="*", help="cases and more arguments for pytest")
     options = parser.parse_intermixed_args(arguments)
@@ -156,20 +158,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for topology in options.topology or TOPOLOGIES:
         more += ["--topology", topology]
     begin = time.perf_counter()
-    missing = [seed for seed in range(options.seeds) if read(folder, seed) is None]
+    parts = {
+        folder / f"seeds-{first}": range(first, min(first + TOGETHER, options.seeds))
+        for first in range(0, options.seeds, TOGETHER)
+    }
+    missing = [report for report in parts if read(report) is None]
     pool = ThreadPoolExecutor(options.jobs)
     try:
-        told = list(pool.map(lambda seed: run(folder, seed, more), missing))
+        told = list(pool.map(lambda report: run(report, parts[report], more), missing))
     finally:
         # Ctrl-C ends what runs; what has not begun must not begin then.
         pool.shutdown(cancel_futures=True)
     tail = Tail()
-    for seed in range(options.seeds):
-        cells = read(folder, seed)
-        if cells is not None:
-            tail.add(seed, cells)
+    for report in parts:
+        tail.add(read(report) or [])
     tail.problems += [one for one in told if one]
-    print(f"ran {len(missing)} seeds in {time.perf_counter() - begin:.0f} s")
+    seeds = sum(len(parts[report]) for report in missing)
+    print(f"ran {seeds} seeds in {time.perf_counter() - begin:.0f} s")
     return judge(tail, options.comparisons)
 
 

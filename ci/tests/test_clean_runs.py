@@ -19,8 +19,9 @@ def seen(ratio: float | None, *, row: float | None = None, numel: int = 8, **mor
     return {**found, "row_ratio": row, "row_gate": 20.0, **more}
 
 
-def cell(*observations: Any, outcome: str = "passed") -> dict[str, Any]:
+def cell(*observations: Any, outcome: str = "passed", seed: int = 0) -> dict[str, Any]:
     return {
+        "seed": seed,
         "case": "test_a.py::test_a",
         "topology": "cp2",
         "outcome": outcome,
@@ -29,18 +30,20 @@ def cell(*observations: Any, outcome: str = "passed") -> dict[str, Any]:
 
 
 class Runs:
-    """In place of subprocess: writes the cells that a seed shall have, and counts."""
+    """In place of subprocess: writes the cells of the seeds that are asked for."""
 
-    def __init__(self, cells: dict[int, list[Any]], status: int = 0) -> None:
-        self.cells, self.status = cells, status
+    def __init__(self, *cells: Any, status: int = 0, writes: bool = True) -> None:
+        self.cells, self.status, self.writes = cells, status, writes
+        self.seeds: list[str] = []
         self.commands: list[Sequence[str]] = []
 
     def run(self, command: Sequence[str], **_: object) -> SimpleNamespace:
         self.commands.append(command)
-        seed = int(command[command.index("--parity-seed") + 1])
+        self.seeds.append(command[command.index("--parity-seed") + 1])
+        first, end = map(int, self.seeds[-1].split(":"))
         report = Path(command[command.index("--parity-report") + 1])
-        if seed in self.cells:
-            lines = [{"schema": 1}, *self.cells[seed]]
+        if self.writes:
+            lines = [{"schema": 1}, *(one for one in self.cells if first <= one["seed"] < end)]
             text = "".join(json.dumps(line) + "\n" for line in lines)
             (report / "run.jsonl").write_text(text, encoding="utf-8")
         return SimpleNamespace(returncode=self.status, stdout="said", stderr="")
@@ -50,7 +53,7 @@ def conclude(
     monkeypatch: pytest.MonkeyPatch, folder: Path, runs: Runs, *arguments: str, least: int = 1
 ) -> int:
     monkeypatch.setattr("subprocess.run", runs.run)
-    seeds = ["--seeds", str(max(len(runs.cells), 1)), "--comparisons", str(least)]
+    seeds = ["--seeds", "12", "--comparisons", str(least)]
     return clean_runs.main([str(folder), *seeds, *arguments])
 
 
@@ -77,7 +80,7 @@ def test_what_runs_come_to(
     status: int,
     said: str,
 ) -> None:
-    assert conclude(monkeypatch, tmp_path, Runs({0: cells}), least=least) == status
+    assert conclude(monkeypatch, tmp_path, Runs(*cells), least=least) == status
     assert said in capsys.readouterr().out
 
 
@@ -85,7 +88,7 @@ def test_the_tail_counts_each_kind_by_part_of_the_gate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     tensors = [seen(0.0), seen(0.3), seen(0.45), seen(4.1)]
-    runs = Runs({0: [cell(*tensors)], 1: [cell(seen(1.2, numel=3))]})
+    runs = Runs(cell(*tensors), cell(seen(1.2, numel=3), seed=11))
     assert conclude(monkeypatch, tmp_path, runs) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "5 comparisons, 2 seeds" in lines
@@ -94,16 +97,17 @@ def test_the_tail_counts_each_kind_by_part_of_the_gate(
     assert ["0.05", "2", "2.50e-01"] in rows
     assert ["0.5", "1", "0.00e+00"] in rows
     assert ["0.15", "1", "0.00e+00"] in rows
-    assert "scalars: 1, largest part of its gate 0.120 (x in test_a.py::test_a cp2 seed 1)" in lines
+    assert (
+        "scalars: 1, largest part of its gate 0.120 (x in test_a.py::test_a cp2 seed 11)" in lines
+    )
 
 
 def test_a_run_that_was_stopped_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    runs = Runs({0: [cell(seen(1.0))], 1: [cell(seen(1.0))]})
+    runs = Runs(cell(seen(1.0)))
     assert conclude(monkeypatch, tmp_path, runs) == 0
-    (tmp_path / "seed-1" / "complete").unlink()
+    (tmp_path / "seeds-10" / "complete").unlink()
     assert conclude(monkeypatch, tmp_path, runs, "--topology", "tp2", "--", "cases/x.py") == 0
-    seeds = [command[command.index("--parity-seed") + 1] for command in runs.commands]
-    assert seeds == ["0", "1", "1"]
+    assert runs.seeds == ["0:10", "10:12", "10:12"]
     assert runs.commands[0][0] == sys.executable
     assert runs.commands[0][-2:] == ["--topology", "tp2xcp2"]
     assert runs.commands[2][-3:] == ["cases/x.py", "--topology", "tp2"]
@@ -112,10 +116,11 @@ def test_a_run_that_was_stopped_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_run_that_did_not_end_by_its_cells_is_no_clean_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert conclude(monkeypatch, tmp_path, Runs({0: [cell(seen(1.0))]}, status=3)) == 1
-    assert "seed 0: pytest ended with 3" in capsys.readouterr().out
-    assert conclude(monkeypatch, tmp_path / "b", Runs({}, status=1)) == 1
-    assert "seed 0: pytest ended with 1\nsaid" in capsys.readouterr().out
+    assert conclude(monkeypatch, tmp_path, Runs(cell(seen(1.0)), status=3)) == 1
+    assert "seeds-0: pytest ended with 3" in capsys.readouterr().out
+    nothing = Runs(status=1, writes=False)
+    assert conclude(monkeypatch, tmp_path / "b", nothing) == 1
+    assert "seeds-0: pytest ended with 1\nsaid" in capsys.readouterr().out
 
 
 def test_the_battery_is_there() -> None:

@@ -6,7 +6,7 @@ import importlib.metadata
 import inspect
 import unittest
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -90,19 +90,30 @@ class CaseOptions:
 
 @dataclass(frozen=True)
 class Cell:
-    """One case on one topology, as collected.
+    """One case on one topology with one seed, as collected.
 
-    ``topology`` is None when its text could not be understood; ``problem`` says why.
+    ``topology`` is None when its text could not be understood; ``problem`` says why. ``several``:
+    whether the case runs with other seeds as well.
     """
 
     label: str
     topology: Topology | None
     problem: str | None = None
+    seed: int = 0
+    several: bool = False
+
+    @property
+    def id(self) -> str:
+        """The part of the item's node id: ``cp2``, or ``cp2-seed7`` among several seeds."""
+        return f"{self.label}-seed{self.seed}" if self.several else self.label
 
 
 @dataclass(frozen=True)
 class Case:
-    """What an item runs: ``case`` is its node id without the topology."""
+    """What an item runs.
+
+    ``case`` is its node id without the topology, among several seeds with ``seed7`` as a parameter.
+    """
 
     case: str
     cell: Cell
@@ -139,11 +150,12 @@ def case_id(item: pytest.Item, cell: Cell) -> str:
 
 
 def reference_key(item: pytest.Item, options: CaseOptions) -> str:
-    """What items with one reference have in common: the test, and its parameters that matter."""
+    """What items with one reference have in common: test, parameters that matter, and seed."""
     stem = item.nodeid.partition("[")[0]
     ignored = {RANK_FIXTURE, *options.reference_ignores}
     chosen = [(name, at) for name, at in sorted(_indices(item).items()) if name not in ignored]
-    return f"{stem}{chosen}"
+    cell = cell_of(item)
+    return f"{stem}{chosen} {cell.seed if cell else ''}"
 
 
 def _indices(item: pytest.Item) -> Mapping[str, int]:
@@ -276,13 +288,19 @@ def _markers(collector: pytest.Collector, obj: object) -> Iterator[pytest.Mark]:
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Give a parity test one item for each topology."""
+    """Give a parity test one item for each topology and seed; those of a seed come together."""
     main, added = _split(metafunc.definition.iter_markers(MARKER))
     marker = main or added
     if marker is None or RANK_FIXTURE not in metafunc.fixturenames:
         return
-    cells = list(_cells(metafunc.config.stash[SETTINGS], marker))
-    metafunc.parametrize(RANK_FIXTURE, cells, indirect=True, ids=[cell.label for cell in cells])
+    settings = metafunc.config.stash[SETTINGS]
+    several = len(settings.seeds) > 1
+    cells = [
+        replace(cell, seed=seed, several=several)
+        for seed in settings.seeds
+        for cell in _cells(settings, marker)
+    ]
+    metafunc.parametrize(RANK_FIXTURE, cells, indirect=True, ids=[cell.id for cell in cells])
 
 
 def _cells(settings: Settings, marker: pytest.Mark) -> Iterator[Cell]:

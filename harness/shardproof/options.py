@@ -27,17 +27,17 @@ DEFAULT_REPORT = "reports/latest"
 class Settings:
     """What this run was asked for, checked.
 
-    ``timeout`` is in seconds per case and topology. ``forced`` are the topologies of
-    ``--topology``, empty when each case's own are used. ``against`` is the revision or release of
-    ``--against``, ``subject`` the paths that it supplies, relative to the rootdir; ``coverage`` are
-    the call sites there, in a run with ``--mutants``.
+    ``seeds`` are those of ``--parity-seed``. ``timeout`` is in seconds per case and topology.
+    ``forced`` are the topologies of ``--topology``, empty when each case's own are used.
+    ``against`` is the revision or release of ``--against``, ``subject`` the paths that it supplies,
+    relative to the rootdir; ``coverage`` are the call sites there, in a run with ``--mutants``.
     """
 
     axes: tuple[Axis, ...]
     forced: tuple[Topology, ...]
     defaults: tuple[str, ...]
     dtype: str
-    seed: int
+    seeds: tuple[int, ...]
     timeout: float
     fresh: bool
     keep_groups: bool
@@ -74,10 +74,10 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--parity-seed",
-        type=int,
-        default=0,
+        default="0",
         metavar="N",
-        help="seed of every generator and noise run (default: 0)",
+        help="seed of every generator and noise run (default: 0); each case runs once for each "
+        "seed of 'FIRST:END', the end left out",
     )
     group.addoption(
         "--parity-timeout",
@@ -187,7 +187,7 @@ def read_settings(config: pytest.Config) -> Settings:
         forced=tuple(dict.fromkeys(forced)),
         defaults=tuple(config.getini("shardproof_topologies")),
         dtype=config.getoption("--parity-dtype"),
-        seed=config.getoption("--parity-seed"),
+        seeds=_seeds(config.getoption("--parity-seed")),
         timeout=timeout,
         fresh=config.getoption("--parity-fresh"),
         keep_groups=groups == "keep",
@@ -240,6 +240,20 @@ def _survivors(config: pytest.Config) -> tuple[Listed, ...]:
         return tuple(read_survivors(config.rootpath / path))
     except SurvivorsError as error:
         raise pytest.UsageError(f"shardproof_survivors: {error}") from error
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    first, colon, end = text.partition(":")
+    try:
+        found = range(int(first), int(end) if colon else int(first) + 1)
+    except ValueError:
+        found = range(0)
+    if not found:
+        raise pytest.UsageError(
+            "--parity-seed: expected a whole number, or FIRST:END with FIRST below END, got "
+            f"{text!r}"
+        )
+    return tuple(found)
 
 
 def _forced(text: str, axes: tuple[Axis, ...], max_ranks: int) -> Topology:

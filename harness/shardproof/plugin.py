@@ -101,7 +101,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     settings = config.stash[SETTINGS]
     forced = ",".join(topology.name for topology in settings.forced)
     chosen = f", topology {forced}" if forced else ""
-    lines = [f"shardproof: {__version__}, {settings.dtype} on cpu, seed {settings.seed}{chosen}"]
+    first, last = settings.seeds[0], settings.seeds[-1]
+    seeds = f"seed {first}" if first == last else f"seeds {first} to {last}"
+    lines = [f"shardproof: {__version__}, {settings.dtype} on cpu, {seeds}{chosen}"]
     if settings.against is not None and not config.option.collectonly:
         from shardproof.against.control import CONTROL
 

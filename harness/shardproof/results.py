@@ -136,7 +136,7 @@ class Results:
             "device": "cpu",
             "backend": "gloo",
             "dtype": self._settings.dtype,
-            "seed": self._settings.seed,
+            "seed": self._settings.seeds[0],
             "platform": f"{sys.platform} {platform.machine()}",
             "against": control.record() if control is not None else None,
         }

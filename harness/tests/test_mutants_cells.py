@@ -120,7 +120,7 @@ def trials_of(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_every_mutant_of_what_is_observed_is_killed(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(ALL)
-    result = pytester.runpytest_subprocess("--mutants", "all")
+    result = pytester.runpytest("--mutants", "all")
     result.assert_outcomes(passed=10)
     _, cells = read_run(pytester)
     trials = trials_of(cells)
@@ -189,7 +189,7 @@ OTHERS = """
 
 def test_what_mutants_come_to(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(OTHERS)
-    run = pytester.runpytest_subprocess("--mutants", "multiplied")
+    run = pytester.runpytest("--mutants", "multiplied")
     _, cells = read_run(pytester)
     assert {cell["outcome"] for cell in cells} == {"passed"}
     trials = {cell["case"].rpartition("[")[2]: cell["mutants"][0] for cell in cells}
@@ -221,11 +221,11 @@ def test_a_survivor_with_a_reason_passes(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(OTHERS)
     pytester.makeini("[pytest]\nshardproof_survivors = survivors.txt")
     pytester.path.joinpath("survivors.txt").write_text("reported | dropped: *unobserved*\n")
-    run = pytester.runpytest_subprocess("--mutants", "dropped", "-k", "observed")
+    run = pytester.runpytest("--mutants", "dropped", "-k", "observed")
     assert run.ret == 0
     run.stdout.fnmatch_lines(["survived*what comes of it is shown to people alone*"])
     pytester.path.joinpath("survivors.txt").write_text("somehow | dropped: *\n")
-    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    run = pytester.runpytest("--mutants", "dropped")
     assert run.ret == pytest.ExitCode.USAGE_ERROR
     run.stderr.fnmatch_lines(["*shardproof_survivors: *expected 'reason | name of a mutant'*"])
 
@@ -278,7 +278,7 @@ UNTOUCHED = """
 
 def test_what_is_not_the_mutants_is_not_put_down_to_it(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(UNTOUCHED)
-    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    run = pytester.runpytest("--mutants", "dropped")
     _, cells = read_run(pytester)
     assert {cell["outcome"] for cell in cells} == {"passed"}
     trials = {cell["case"].partition("::")[2]: cell["mutants"] for cell in cells if cell["mutants"]}
@@ -309,7 +309,7 @@ def test_ranks_that_do_not_start_cost_the_mutants_alone(pytester: pytest.Pyteste
                 mark.touch()
         """
     )
-    run = pytester.runpytest_subprocess("--mutants", "dropped", "-k", "elsewhere")
+    run = pytester.runpytest("--mutants", "dropped", "-k", "elsewhere")
     _, (cell,) = read_run(pytester)
     assert cell["outcome"] == "passed"
     assert [trial["result"] for trial in cell["mutants"]] == ["not judged"]
@@ -349,7 +349,7 @@ def test_what_no_case_calls_is_named(pytester: pytest.Pytester) -> None:
         """,
     )
     pytester.makeini("[pytest]\npythonpath = .\nshardproof_subject = trainer.py")
-    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    run = pytester.runpytest("--mutants", "dropped")
     assert run.ret == 0
     _, (cell,) = read_run(pytester)
     (trial,) = cell["mutants"]
@@ -362,7 +362,7 @@ def test_what_no_case_calls_is_named(pytester: pytest.Pytester) -> None:
         ]
     )
     pytester.makeini("[pytest]\npythonpath = .\nshardproof_subject = nowhere")
-    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    run = pytester.runpytest("--mutants", "dropped")
     assert run.ret == pytest.ExitCode.USAGE_ERROR
     run.stderr.fnmatch_lines(["*shardproof_subject: *nowhere*"])
 
@@ -394,7 +394,7 @@ LEFT_BEHIND = """
 
 def test_nothing_is_left_behind_and_every_line_is_tried(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(LEFT_BEHIND)
-    run = pytester.runpytest_subprocess("--mutants", "dropped")
+    run = pytester.runpytest("--mutants", "dropped")
     _, (cell,) = read_run(pytester)
     assert cell["outcome"] == "passed"
     assert [trial["result"] for trial in cell["mutants"]] == ["killed", "survived"]
@@ -420,7 +420,7 @@ def test_a_root_is_where_its_element_is_wrong(pytester: pytest.Pytester) -> None
             rank.observe("x", x, on={"cp": 0})
         """
     )
-    run = pytester.runpytest_subprocess("--mutants", "one element", "--parity-fresh")
+    run = pytester.runpytest("--mutants", "one element", "--parity-fresh")
     _, (cell,) = read_run(pytester)
     assert [trial["result"] for trial in cell["mutants"]] == ["killed"]
     assert run.ret == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -396,3 +397,41 @@ def test_reference_failures_are_not_the_topologys_fault(pytester: pytest.Pyteste
     assert "the oracle is broken" in text
     assert "noise run 0 of the reference" in text or "noise run" in text
     assert "note: the reference fell to a lower precision" in text
+
+
+def test_several_seeds_are_cells_of_their_own(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        LAYER
+        + """
+    @pytest.mark.parity("cp2", "dp2")
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_seeds(rank, size):
+        x = torch.rand(size, generator=rank.generator("x"), dtype=rank.dtype)
+        # Seed 5 alone is wrong, on one topology.
+        wrong = rank.seed == 5 and rank.topology.name == "dp2"
+        rank.observe("x", x * 2 if wrong else x)
+    """
+    )
+    result = pytester.runpytest("--parity-seed", "4:6", "-k", "not 3")
+    result.assert_outcomes(passed=3, failed=1, deselected=4)
+    header, cells = read_run(pytester)
+    assert header["seed"] == 4
+    assert [
+        (cell["case"].partition("::")[2], cell["topology"], cell["seed"]) for cell in cells
+    ] == [
+        ("test_seeds[seed4-2]", "cp2", 4),
+        ("test_seeds[seed4-2]", "dp2", 4),
+        ("test_seeds[seed5-2]", "cp2", 5),
+        ("test_seeds[seed5-2]", "dp2", 5),
+    ]
+    assert [cell["outcome"] for cell in cells] == ["passed", "passed", "passed", "diverged"]
+    floors = {cell["seed"]: cell["observations"][0]["norm"] for cell in cells}
+    assert len(set(floors.values())) == 2
+    reproduce = cells[-1]["reproduce"]
+    assert "test_seeds[dp2-2]" in reproduce
+    assert reproduce.endswith("--topology dp2 --parity-seed 5")
+    result.stdout.fnmatch_lines(["shardproof: *, seeds 4 to 5", "*3 of 4 cells passed*"])
+    again = pytester.runpytest(*shlex.split(reproduce)[1:])
+    again.assert_outcomes(failed=1)
+    _, (cell,) = read_run(pytester)
+    assert (cell["outcome"], cell["seed"]) == ("diverged", 5)

@@ -138,7 +138,7 @@ class TestReadmeExample:
 
     def test_it_passes_on_its_topologies(self, pytester: pytest.Pytester) -> None:
         pytester.makepyfile(test_regression=self.example())
-        result = pytester.runpytest_subprocess()
+        result = pytester.runpytest()
         result.assert_outcomes(passed=2)
         written = (pytester.path / "reports" / "latest" / "run.jsonl").read_text()
         run, *cells = [json.loads(line) for line in written.splitlines()]
@@ -165,7 +165,7 @@ class TestReadmeExample:
         broken = self.example().replace('size("cp") > 1', 'size("cp") > 99')
         assert broken != self.example()
         pytester.makepyfile(test_regression=broken)
-        result = pytester.runpytest_subprocess("--topology", "cp2")
+        result = pytester.runpytest("--topology", "cp2")
         result.assert_outcomes(failed=1)
         result.stdout.fnmatch_lines(
             [

@@ -83,6 +83,7 @@ class CellReports:
         result: dict[str, Any] = {
             "case": case.case,
             "topology": case.cell.label,
+            "seed": case.cell.seed,
             "outcome": outcome,
             "dtype": case.options.dtype or self._settings.dtype,
             "seconds": round(drive.seconds, 4) if drive else 0.0,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardproof.cells import cell_of
 from shardproof.controller.drive import Drive
 from shardproof.controller.outcome import Ending
 from shardproof.controller.traces import RankTrace
@@ -23,6 +24,10 @@ def reproduce_line(item: pytest.Item, settings: Settings, topology: str) -> str:
     The node id is relative to the rootdir; when pytest was started elsewhere the path is made so.
     """
     path, sep, rest = item.nodeid.partition("::")
+    cell = cell_of(item)
+    seed = settings.seeds[0] if cell is None else cell.seed
+    if cell is not None:
+        rest = rest.replace(cell.id, cell.label, 1)  # alone it needs no name
     started = item.config.invocation_params.dir
     absolute = item.config.rootpath / path
     if started != item.config.rootpath and absolute.is_relative_to(started):
@@ -32,8 +37,8 @@ def reproduce_line(item: pytest.Item, settings: Settings, topology: str) -> str:
     words = ["pytest", f"{path}{sep}{rest}", "--topology", topology]
     if settings.dtype != "float64":
         words += ["--parity-dtype", settings.dtype]
-    if settings.seed != 0:
-        words += ["--parity-seed", str(settings.seed)]
+    if seed != 0:
+        words += ["--parity-seed", str(seed)]
     if not settings.ledger:
         words += ["--parity-ledger", "off"]
     if settings.against is not None:
