@@ -109,7 +109,7 @@ def test_a_run_that_was_stopped_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert conclude(monkeypatch, tmp_path, runs, "--topology", "tp2", "--", "cases/x.py") == 0
     assert runs.seeds == ["0:10", "10:12", "10:12"]
     assert runs.commands[0][0] == sys.executable
-    assert runs.commands[0][-2:] == ["--topology", "tp2xcp2"]
+    assert runs.commands[0][-2:] == ["--topology", "dp2"]
     assert runs.commands[2][-3:] == ["cases/x.py", "--topology", "tp2"]
 
 

@@ -21,6 +21,7 @@ DEFAULT_TOPOLOGIES = ("cp2", "cp4", "dp2xcp2", "tp2xcp2")
 DEFAULT_TIMEOUT = 120.0
 DEFAULT_MAX_RANKS = 16
 DEFAULT_REPORT = "reports/latest"
+_MOST_SEEDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -248,10 +249,10 @@ def _seeds(text: str) -> tuple[int, ...]:
         found = range(int(first), int(end) if colon else int(first) + 1)
     except ValueError:
         found = range(0)
-    if not found:
+    if not 0 < len(found) <= _MOST_SEEDS:
         raise pytest.UsageError(
-            "--parity-seed: expected a whole number, or FIRST:END with FIRST below END, got "
-            f"{text!r}"
+            "--parity-seed: expected a whole number, or FIRST:END with FIRST below END and at most "
+            f"{_MOST_SEEDS} seeds, got {text!r}"
         )
     return tuple(found)
 
