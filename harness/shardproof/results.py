@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
-from shardproof.cells import PAYLOAD
+from shardproof.cells import PAYLOAD, cell_of
 from shardproof.options import Settings
 
 if TYPE_CHECKING:
@@ -39,7 +39,16 @@ class Results:
         self._config = config
         self._settings = settings
         self._file: IO[str] | None = None
+        self._selected = 0
         self.cells: list[dict[str, Any]] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Count the cells to come, so that a run that stops before the last says so.
+
+        With xdist the workers know them, and nothing is said.
+        """
+        self._selected = sum(cell_of(item) is not None for item in session.items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take over the result that a report carries."""
@@ -68,6 +77,11 @@ class Results:
         terminalreporter.section("shardproof")
         for line in table(self.cells) if control is None else control_table(control, self.cells):
             terminalreporter.write_line(line)
+        left = self._selected - len(self.cells)
+        if left > 0:
+            terminalreporter.write_line(
+                f"{left} of {self._selected} cells did not run: the run was stopped before them"
+            )
         if self._settings.mutants is not None:
             for line in ["", *self._mutants()]:
                 terminalreporter.write_line(line)
@@ -182,7 +196,19 @@ def table(cells: list[dict[str, Any]]) -> list[str]:
     shown = [f"{title} {top:.2f}" for title, top in tops.items() if top is not None]
     if shown:
         lines[-1] += f"; worst ratios of what passed: {', '.join(shown)}"
+    ranks = sum(cell["seconds"] for cell in cells)
+    lines.append(f"{ranks:.1f} s on ranks, {_of_references(cells):.1f} s in references")
     return lines
+
+
+def _of_references(cells: list[dict[str, Any]]) -> float:
+    """Seconds of references and their noise runs: each once, whichever cells shared it."""
+    found = {
+        (cell["case"].partition("[")[0], cell["seed"], cell["reference_seconds"])
+        for cell in cells
+        if "reference_seconds" in cell
+    }
+    return math.fsum(seconds for _, _, seconds in found)
 
 
 def control_table(control: Control, cells: list[dict[str, Any]]) -> list[str]:

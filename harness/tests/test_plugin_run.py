@@ -200,10 +200,18 @@ def test_selection_options_stop_and_repeat(pytester: pytest.Pytester) -> None:
     )
     result = pytester.runpytest("--maxfail=2")
     result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "1 of 3 cells passed, *",
+            "* s on ranks, * s in references",
+            "1 of 4 cells did not run: the run was stopped before them",
+        ]
+    )
     result = pytester.runpytest("--lf", "-x", "-v")
     result.assert_outcomes(failed=1)
     result = pytester.runpytest("--lf", "-k", "cp2-2", "--deselect", "nothing", "-W", "error")
     result.assert_outcomes(failed=1, deselected=1)
+    result.stdout.no_fnmatch_line("*did not run*")
 
 
 def test_skip_and_xfail_hold_on_all_ranks(pytester: pytest.Pytester) -> None:
