@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.plugin_support import read_run
 
-from shardproof.mutants.target import KINDS
+from shardproof.mutants.target import ELEMENT, KINDS, OTHER_REDUCTION, REHEARSED, ROUNDED
 
 # Every operation once, all of which is observed. Values differ in every place and on every rank.
 ALL = """
@@ -215,6 +215,29 @@ def test_what_mutants_come_to(pytester: pytest.Pytester) -> None:
             "the run fails by its mutants*",
         ]
     )
+
+
+def test_what_changes_no_bit_needs_no_run_of_its_own(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(OTHERS)
+    pytester.runpytest("--mutants", "all", "-k", "cp2-zero or cp2-observed")
+    trials = {
+        (cell["case"].rpartition("[")[2], trial["kind"]): trial
+        for cell in read_run(pytester)[1]
+        for trial in cell["mutants"]
+    }
+    idle = {key for key, trial in trials.items() if trial["result"] == "equivalent"}
+    # A sum of zeros is zero, whatever is done with it, but for an element that is set.
+    assert {kind for case, kind in idle if case == "zero]"} == {
+        kind for case, kind in trials if case == "zero]" and kind != ELEMENT
+    }
+    assert {case for case, _ in trials} == {"zero]", "observed]"}
+    # Whole numbers as small as these are as they were, rounded.
+    assert {kind for case, kind in idle if case == "observed]"} == {ROUNDED}
+    for key, trial in trials.items():
+        without_a_run = key in idle and key[1] in REHEARSED
+        assert (trial["seconds"] == 0) == without_a_run, key
+        assert trial["calls"] == 2
+    assert ("zero]", OTHER_REDUCTION) in idle
 
 
 def test_a_survivor_with_a_reason_passes(pytester: pytest.Pytester) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,8 +30,8 @@ from shardproof.controller.payload import CellReports, note_raised
 from shardproof.controller.reference import Reference, make_reference
 from shardproof.controller.reports import cell_reports, reproduce_line, simple_report
 from shardproof.controller.traces import raised_of
-from shardproof.mutants.campaign import Campaign
-from shardproof.mutants.target import Mutant
+from shardproof.mutants.campaign import Campaign, idle_in
+from shardproof.mutants.target import REHEARSED, Mutant
 from shardproof.options import Settings
 from shardproof.rank.groups import same_counts
 from shardproof.rank.work import Run
@@ -225,15 +225,26 @@ class Controller:
 
         Each on ranks as new: what a broken collective leaves in caches and fixtures would speak in
         the next run, and what is made once must be made again to be broken. On such ranks the case
-        must pass by itself, or what is not the mutant's would be put down to it.
+        must pass by itself, or what is not the mutant's would be put down to it. That run tells
+        too which mutants would change no bit, and need no run of their own.
         """
         limit = _MUTANT_LEAST + _MUTANT_TIMES * passed.seconds
         mutants = campaign.open_on(passed, case.case)
         records: list[dict[str, Any]] = []
 
-        def attempt(mutant: Mutant | None) -> tuple[Drive, Ending]:
+        def attempt(
+            mutant: Mutant | None, rehearsed: Sequence[Mutant] = ()
+        ) -> tuple[Drive, Ending]:
             drive, ending, _ = self._run_ranks(
-                item, case, topology, reference, None, limit=limit, mutant=mutant, apart=True
+                item,
+                case,
+                topology,
+                reference,
+                None,
+                limit=limit,
+                mutant=mutant,
+                rehearsed=rehearsed,
+                apart=True,
             )
             ends = [trace.done or {} for trace in drive.traces]
             if any(end.get("used", True) for end in ends):
@@ -243,18 +254,25 @@ class Controller:
             return drive, ending
 
         known = -1
+        rehearsed = [mutant for mutant in mutants if mutant.kind in REHEARSED]
+        idle: dict[Mutant, int] = {}
         try:
             while mutants and known < len(self._imports):
                 # Once more with what it imports there beforehand, as its mutants will have it.
                 known = len(self._imports)
-                _, ending = attempt(None)
+                drive, ending = attempt(None, rehearsed)
+                idle = idle_in(rehearsed, drive)
                 if ending.outcome != "passed":
                     why = "the case fails on untouched ranks without a mutant: "
                     why += f"{ending.outcome} {ending.headline}".strip()
                     records += campaign.give_up(mutants, case.case, topology.name, why)
                     mutants = []
             for mutant in mutants:
-                records.append(campaign.take(mutant, case.case, topology.name, *attempt(mutant)))
+                place = mutant, case.case, topology.name
+                if mutant in idle:
+                    records.append(campaign.pass_over(*place, calls=idle[mutant]))
+                else:
+                    records.append(campaign.take(*place, *attempt(mutant)))
         except StartError as error:
             left = mutants[len(records) :]
             records += campaign.give_up(left, case.case, topology.name, str(error))
@@ -270,6 +288,7 @@ class Controller:
         *,
         limit: float,
         mutant: Mutant | None = None,
+        rehearsed: Sequence[Mutant] = (),
         apart: bool = False,
     ) -> tuple[Drive, Ending, list[str]]:
         """Run the cell on ranks once; also what fixtures of ended ranks said.
@@ -303,6 +322,7 @@ class Controller:
             ledger=self._settings.ledger,
             callers=self._campaign is not None,
             mutant=None if mutant is None else mutant.message(),
+            rehearsed=[one.message() for one in rehearsed],
             apart=apart,
             imports=tuple(self._imports) if apart else (),
         )

@@ -34,7 +34,7 @@ from shardproof.ledger.operations import (
     recorded_methods,
 )
 from shardproof.ledger.sites import Sites
-from shardproof.mutants.mutation import Mutation
+from shardproof.mutants.mutation import Mutation, Rehearsal
 
 OFF: Final = "--parity-ledger off"
 # Every call passes this key, right above the backends and below autograd and all modes; no
@@ -58,7 +58,7 @@ class _State:
     """What is installed in this process, and the book that is open."""
 
     book: Book | None = None
-    mutation: Mutation | None = None
+    mutation: Mutation | Rehearsal | None = None
     libraries: list[Any] = field(default_factory=list)
     sites: Sites = field(default_factory=Sites)
     library_sites: Sites = field(default_factory=lambda: Sites(libraries=True))
@@ -75,7 +75,7 @@ def begin(
     directory: Path,
     rank: int,
     axis_of: Callable[[tuple[int, ...]], str],
-    mutation: Mutation | None = None,
+    mutation: Mutation | Rehearsal | None = None,
     *,
     callers: bool = False,
 ) -> None:
@@ -190,10 +190,11 @@ def _recording(operation: Operation, run: Callable[..., Any]) -> Callable[..., A
         _thread.mark = mark
         try:
             mutation = _state.mutation
-            if mutation is None or not mutation.meant(mark.place.key):
+            changes = None if mutation is None else mutation.at(mark.place.key)
+            if changes is None:
                 result = run(keys, *args)
             else:
-                result = mutation.run(operation, args, lambda: run(keys, *args))
+                result = changes.run(operation, args, lambda: run(keys, *args))
         except BaseException:
             mark.refused()
             raise

@@ -100,6 +100,11 @@ class Campaign:
         """Take down how a cell ended with a mutant; the record of it."""
         return self._keep(self._judged(mutant, case, topology, drive, ending))
 
+    def pass_over(self, mutant: Mutant, case: str, topology: str, *, calls: int) -> dict[str, Any]:
+        """Take down that a mutant would change none of so many calls; the record of it."""
+        trial = Trial(mutant, case, topology, "equivalent", "passed", calls, 0, None, 0.0)
+        return self._keep(trial)
+
     def give_up(
         self, mutants: Sequence[Mutant], case: str, topology: str, why: str
     ) -> list[dict[str, Any]]:
@@ -172,6 +177,19 @@ class Campaign:
             return False
         tried = {_function(trial.case) for trial in trials if trial.result not in _SAYS_NOTHING}
         return len(tried) < self.tries and _function(case) not in tried
+
+
+def idle_in(rehearsed: Sequence[Mutant], drive: Drive) -> dict[Mutant, int]:
+    """Mutants that would have changed no bit in a run, with how many calls they had reached."""
+    reports = [(trace.done or {}).get("rehearsal") for trace in drive.traces]
+    found: dict[Mutant, int] = {}
+    for at, mutant in enumerate(rehearsed):
+        seen = [report[at] for report in reports if report is not None]
+        calls, changed = (sum(one[what] for one in seen) for what in (0, 1))
+        failed = len(seen) < len(reports) or any(one[2] for one in seen)
+        if calls and not changed and not failed:
+            found[mutant] = calls
+    return found
 
 
 _SAYS_NOTHING = ("equivalent", "not reached")

@@ -16,6 +16,7 @@ from shardproof.mutants import target as names
 from shardproof.mutants.target import EXCHANGING, GATHERING, Mutant
 
 Run = Callable[[], Any]
+Key = tuple[str, str, str, str, bool]
 _COARSE = torch.bfloat16
 
 
@@ -67,42 +68,94 @@ class Mutation:
         """Calls that were reached and changed, and how the mutant itself failed, if it did."""
         return [self.reached, self.changed, self._problem]
 
-    def meant(self, key: tuple[str, str, str, str, bool]) -> bool:
-        """Whether calls of this place are the target's."""
-        return key == self._key
+    def at(self, key: Key) -> Mutation | None:
+        """What changes the calls of a place: this, where they are the target's."""
+        return self if key == self._key else None
 
     def run(self, operation: Operation, args: Sequence[Any], run: Run) -> Any:
         """Run the operation to its end, and change what it hands out."""
+        result, call, true = _truly(operation, args, run, self._reduce_op)
+        self.change(call, true)
+        return _over(result, call.outputs)
+
+    def change(self, call: Call, true: list[Tensor]) -> None:
+        """Change the outputs of a call, of which ``true`` are copies."""
         self.reached += 1
         with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            given = tensors(args, operation.inputs)
-            outputs = [tensor.data for tensor in tensors(args, operation.outputs)]
-            kept = [tensor.detach().clone() for tensor in given]
-            before = [tensor.clone() for tensor in outputs]
-        result = run()
-        handle = result[-1] if isinstance(result, tuple | list) else result
-        if not isinstance(handle, dist.Work):
-            handle = dist.Work.unbox(handle)
-        handle.wait()
-        with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            group = dist.ProcessGroup.unbox(args[operation.group])
-            chunks = _chunks(operation, args, group.size())
-            root = None if operation.root is None else int(args[operation.root])
-            call = Call(operation, group, kept, outputs, chunks, before, self._reduce_op, root)
-            true = [tensor.clone() for tensor in outputs]
             try:
                 self._change(call)
             except Exception as error:  # noqa: BLE001 - the mutant's own fault, told as such
                 self._problem = f"{type(error).__name__}: {error}"
-            self.changed += not all(map(_same, true, outputs))
+            self.changed += not all(map(_same, true, call.outputs))
             self._last = true
-        return _over(result, outputs)
 
     def _change(self, call: Call) -> None:
         if self._kind == names.STALE:
             _stale(call, self._last)
             return
         _CHANGES[self._kind](call)
+
+
+class Rehearsal:
+    """What mutants would change in a run, which is handed what is true.
+
+    For mutants that say nothing to other ranks: those whose kind is in ``REHEARSED``.
+    """
+
+    def __init__(self, mutants: Sequence[Mutant]) -> None:
+        self._all = [Mutation(mutant) for mutant in mutants]
+        self._places: dict[Key, _Place] = {}
+        for mutant, mutation in zip(mutants, self._all, strict=True):
+            place = _Place(mutant.target.reduce_op, [])
+            self._places.setdefault(mutant.target.key, place).mutations.append(mutation)
+
+    def report(self) -> list[list[Any]]:
+        """For each mutant: calls that were reached, that it would change, and how it failed."""
+        return [mutation.report() for mutation in self._all]
+
+    def at(self, key: Key) -> _Place | None:
+        """What looks at the calls of a place."""
+        return self._places.get(key)
+
+
+@dataclass
+class _Place:
+    """The mutants of one target."""
+
+    reduce_op: str
+    mutations: list[Mutation]
+
+    def run(self, operation: Operation, args: Sequence[Any], run: Run) -> Any:
+        """Run the operation to its end, and hand out what is true."""
+        result, call, true = _truly(operation, args, run, self.reduce_op)
+        for mutation in self.mutations:
+            mutation.change(call, true)
+            with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                for output, was in zip(call.outputs, true, strict=True):
+                    output.copy_(was)
+        return _over(result, call.outputs)
+
+
+def _truly(
+    operation: Operation, args: Sequence[Any], run: Run, reduce_op: str
+) -> tuple[Any, Call, list[Tensor]]:
+    """Run an operation to its end: what it returned, the call, and copies of its outputs."""
+    with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        given = tensors(args, operation.inputs)
+        outputs = [tensor.data for tensor in tensors(args, operation.outputs)]
+        kept = [tensor.detach().clone() for tensor in given]
+        before = [tensor.clone() for tensor in outputs]
+    result = run()
+    handle = result[-1] if isinstance(result, tuple | list) else result
+    if not isinstance(handle, dist.Work):
+        handle = dist.Work.unbox(handle)
+    handle.wait()
+    with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        group = dist.ProcessGroup.unbox(args[operation.group])
+        chunks = _chunks(operation, args, group.size())
+        root = None if operation.root is None else int(args[operation.root])
+        call = Call(operation, group, kept, outputs, chunks, before, reduce_op, root)
+        return result, call, [tensor.clone() for tensor in outputs]
 
 
 def _over(result: Any, outputs: list[Tensor]) -> Any:

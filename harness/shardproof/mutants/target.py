@@ -62,6 +62,10 @@ _INSTALLED: Final = re.compile(r"(?:^|(?<= < ))[^<]*?/(?:site|dist)-packages/")
 _REDUCTIONS: Final = ("SUM", "MAX")
 
 
+REHEARSED: Final = frozenset(KINDS) - {OTHER_REDUCTION, WORLD}
+"""Kinds that say nothing to other ranks, so that a run can tell what they would change."""
+
+
 @dataclass(frozen=True, order=True)
 class Target:
     """A call site: ``operation`` on the groups of an axis, called from one line of user code.

@@ -24,7 +24,7 @@ from shardproof.fleet import STOP, Channel, ChannelClosed
 from shardproof.fleet.processes import other_threads
 from shardproof.ledger import kernels
 from shardproof.ledger.axes import AxisNames
-from shardproof.mutants.mutation import Mutation
+from shardproof.mutants.mutation import Mutation, Rehearsal
 from shardproof.mutants.target import Mutant
 from shardproof.noise import NoiseMode
 from shardproof.rank.apart import run_apart
@@ -82,7 +82,7 @@ class RankSession:
         self._groups = RankGroups(rank, size)
         self._hooks = RankHooks(channel.send, self._verdict)
         self._noise: NoiseMode | None = None
-        self._mutation: Mutation | None = None
+        self._mutation: Mutation | Rehearsal | None = None
         self._resident = 0
         self._splitting = False
         subject = setup.get("subject")
@@ -232,7 +232,7 @@ class RankSession:
             if ledger is not None:
                 ended["ledger"] = ledger
             if self._mutation is not None:
-                ended["mutant"] = self._mutation.report()
+                ended["rehearsal" if run.rehearsed else "mutant"] = self._mutation.report()
                 self._mutation = None
             ended.update(self._hooks.loaded())
             state.restore()
@@ -256,6 +256,8 @@ class RankSession:
         )
         if run.ledger:
             self._mutation = None if run.mutant is None else Mutation(Mutant.of(run.mutant))
+            if run.rehearsed:
+                self._mutation = Rehearsal([Mutant.of(one) for one in run.rehearsed])
             names = AxisNames(topology, self._rank)
             kernels.begin(
                 Path(run.cell_dir), self._rank, names, self._mutation, callers=run.callers

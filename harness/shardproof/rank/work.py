@@ -7,7 +7,7 @@ The controller sends ``run``, ``judge``, ``verdicts``, ``abandon``, ``finish_ref
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -38,7 +38,8 @@ class Run:
     ``next_nodeid`` is the item that this rank really runs next, None when there is none.
     ``noise`` is the number of the noise run; ``ledger`` says whether collectives are recorded,
     ``callers`` that call sites are told apart by their callers, ``mutant`` which of them hand out
-    something else (:mod:`shardproof.mutants`), ``apart`` that the ranks must be as new afterwards.
+    something else (:mod:`shardproof.mutants`), ``rehearsed`` are mutants of which only what they
+    would change is looked at, ``apart`` that the ranks must be as new afterwards.
     ``imports`` are modules that runs like it import, so that it need not.
     Paths are directories made by the controller; in ``rendezvous`` ranks of one fleet, or of one
     run apart, find each other.
@@ -61,6 +62,7 @@ class Run:
     ledger: bool
     callers: bool = False
     mutant: dict[str, Any] | None = None
+    rehearsed: Sequence[dict[str, Any]] = ()
     apart: bool = False
     imports: tuple[str, ...] = ()
 
