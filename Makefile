@@ -41,11 +41,13 @@ FLOORS ?= all
 export CONTROLS FLOORS
 # `make mutants MUTANTS=sample:SEED:SHARE MUTATED=cases/test_x.py`: which mutants of collectives are
 # tried, and with which cases. Those without a backward pass come first, they cost least; refusals
-# come last, they notice least. Two ranks of an axis call all that four do, and cost a third.
+# come last, they notice least. Published widths call what narrow ones do, and take minutes. Two
+# ranks of an axis call all that four do, and cost a third.
 MUTANTS ?= all
 FORWARD := cases/test_outputs.py cases/test_metrics.py cases/test_combinations.py
 LAST := cases/test_contract.py
-MUTATED ?= $(FORWARD) $(filter-out $(FORWARD) $(LAST),$(wildcard cases/test_*.py)) $(LAST)
+WIDE := cases/test_native.py
+MUTATED ?= $(FORWARD) $(filter-out $(FORWARD) $(LAST) $(WIDE),$(wildcard cases/test_*.py)) $(LAST)
 MUTATED_ON ?= cp2 tp2 dp2xcp2
 # `make properties EXAMPLES=...`: how many random forwards.
 EXAMPLES ?= 1000
