@@ -29,9 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from shardproof.results import SCALAR
+
 ROOT: Final = Path(__file__).resolve().parent.parent
 HALF: Final = 0.5
-SCALAR: Final = 4
 TOGETHER: Final = 10
 """Seeds of one run of pytest: starting one costs as much as two seeds or so."""
 EDGES: Final = (1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
@@ -120,9 +121,10 @@ def part_of(seen: dict[str, Any]) -> float:
     return max(parts)
 
 
-def read(report: Path) -> list[dict[str, Any]] | None:
-    """The cells of some seeds, None where they are not complete."""
-    if not (report / "complete").exists():
+def read(report: Path, seeds: range) -> list[dict[str, Any]] | None:
+    """The cells of these seeds, None where they are not complete."""
+    complete = report / "complete"
+    if not complete.exists() or complete.read_text("utf-8") != str(seeds):
         return None
     lines = (report / "run.jsonl").read_text("utf-8").splitlines()[1:]
     return [json.loads(line) for line in lines]
@@ -140,7 +142,7 @@ def run(report: Path, seeds: range, arguments: Sequence[str]) -> str:
     if done.returncode not in (0, 1) or not (report / "run.jsonl").exists():
         said = done.stdout[-2000:] + done.stderr
         return f"{report.name}: pytest ended with {done.returncode}\n{said}"
-    (report / "complete").touch()
+    (report / "complete").write_text(str(seeds), encoding="utf-8")
     return ""
 
 
@@ -165,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder / f"seeds-{first}": range(first, min(first + TOGETHER, options.seeds))
         for first in range(0, options.seeds, TOGETHER)
     }
-    missing = [report for report in parts if read(report) is None]
+    missing = [report for report, seeds in parts.items() if read(report, seeds) is None]
     pool = ThreadPoolExecutor(options.jobs)
     try:
         told = list(pool.map(lambda report: run(report, parts[report], more), missing))
@@ -173,8 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Ctrl-C ends what runs; what has not begun must not begin then.
         pool.shutdown(cancel_futures=True)
     tail = Tail()
-    for report in parts:
-        tail.add(read(report) or [])
+    for report, part in parts.items():
+        tail.add(read(report, part) or [])
     tail.problems += [one for one in told if one]
     seeds = sum(len(parts[report]) for report in missing)
     print(f"ran {seeds} seeds in {time.perf_counter() - begin:.0f} s")

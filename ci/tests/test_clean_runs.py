@@ -113,6 +113,15 @@ def test_a_run_that_was_stopped_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert runs.commands[2][-3:] == ["cases/x.py", "--topology", "tp2"]
 
 
+def test_fewer_seeds_than_are_asked_for_now_are_not_complete(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs = Runs(cell(seen(1.0)), cell(seen(1.0), seed=15))
+    assert conclude(monkeypatch, tmp_path, runs) == 0
+    assert conclude(monkeypatch, tmp_path, runs, "--seeds", "20", least=2) == 0
+    assert runs.seeds == ["0:10", "10:12", "10:20"]
+
+
 def test_a_run_that_did_not_end_by_its_cells_is_no_clean_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

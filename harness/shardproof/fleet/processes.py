@@ -96,8 +96,12 @@ def scan() -> dict[int, Stat]:
 
 def alive(ident: Ident) -> bool:
     """Whether the process runs, or could (zombies don't count)."""
+    return _living(ident) is not None
+
+
+def _living(ident: Ident) -> Stat | None:
     stat = read_stat(ident.pid)
-    return stat is not None and stat.ident == ident and not stat.dead
+    return stat if stat is not None and stat.ident == ident and not stat.dead else None
 
 
 def send_signal(ident: Ident, number: int) -> bool:
@@ -195,7 +199,7 @@ class Family:
         rounds = 0
         pause = 0.0005
         # Whose parent was the first to end is nobody's descendant any more, and still there.
-        while members := self.members() | _living(known):
+        while members := self.members() | set(filter(None, map(_living, known))):
             known |= {stat.ident for stat in members}
             fresh = known - stopped
             if fresh and rounds < _STOP_ROUNDS:
@@ -213,12 +217,6 @@ class Family:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
-
-
-def _living(idents: Iterable[Ident]) -> set[Stat]:
-    """Those of these processes that are alive."""
-    found = {ident: read_stat(ident.pid) for ident in idents}
-    return {stat for ident, stat in found.items() if stat and stat.ident == ident and not stat.dead}
 
 
 def process_name(rank: str) -> bytes:
