@@ -176,3 +176,18 @@ def test_what_does_not_fit_is_refused(rank: Rank, build: BuildTrainer, sharing: 
     rank.observe("refused", refused)
     output = trainer.forward(request.ask(target_tokens=request.targets, no_grad=True))
     rank.observe("logprobs", output.target_logprobs)
+
+
+@pytest.mark.parametrize("sharing", ["none"])
+def test_the_least_memory_is_told_to_all(rank: Rank, build: BuildTrainer, sharing: str) -> None:
+    """Every rank has other memory, and none enough: all of a batch tell the same number."""
+    least = 1000
+    own = least + sum(rank.size(axis) - 1 - rank.coordinates[axis] for axis in ("tp", "cp"))
+    trainer = build(sharing=sharing, only={"memory_limit": own})
+    # The oracle has the memory, and the answer is known.
+    allowed = least
+    try:
+        trainer.forward(requests(rank)[0].ask(logits=True, no_grad=True))
+    except MemoryError as error:
+        allowed = vars(error)["allowed"]
+    rank.observe("allowed", allowed)

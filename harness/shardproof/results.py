@@ -238,12 +238,14 @@ def _shown(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "-"
     seconds = f"{cell['seconds']:.2f}s"
-    ratio = _worst(cell["observations"])
     if cell["outcome"] != "passed":
         if not cell["seconds"]:
             return str(cell["outcome"])
+        # Of what failed alone: another shape has no ratio, and what is right says nothing of it.
+        ratio = _worst([one for one in cell["observations"] if one["outcome"] != "passed"])
         score = f" {ratio:.1e}" if cell["outcome"] == "diverged" and ratio is not None else ""
         return f"{cell['outcome'].upper()}{score} {seconds}"
+    ratio = _worst(cell["observations"])
     return f"{ratio:.2f} {seconds}" if ratio is not None else f"exact {seconds}"
 
 

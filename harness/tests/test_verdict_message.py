@@ -99,6 +99,27 @@ def test_a_verdict_is_plain_data(tmp_path: Path) -> None:
     assert wanted <= verdict.keys()
 
 
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (2.0, ["  α = cp = 2: counted once for each rank of that axis"]),
+        (1.0076, []),
+    ],
+)
+def test_one_number_has_a_scale_only_where_an_axis_has_it(
+    tmp_path: Path, factor: float, said: list[str]
+) -> None:
+    world = World(tmp_path)
+    loss = numbers(1).abs()[0] + 1
+    world.reference(lambda rank: rank.observe("loss", rank.noise(loss)))
+    world.cell("cp2", lambda rank: rank.observe("loss", rank.noise(loss) * factor))
+    found = [line for line in world.text.splitlines() if "α" in line]
+    assert [line.partition(" (")[0] for line in found] == said
+    assert all(line.endswith("; one number may be so by chance") for line in found)
+    # What both have in common is not told as a difference.
+    assert "  got float64[] as expected" in world.text
+
+
 def test_a_mapping_gives_a_verdict_for_each_item(tmp_path: Path) -> None:
     world = World(tmp_path)
 

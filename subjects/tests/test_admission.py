@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -139,6 +140,8 @@ def test_a_refusal_tells_what_takes_how_much_and_a_way_out(alone: Any) -> None:
         admitted(alone, logits, logits=True, entropy=True)
     words = str(caught.value)
     assert isinstance(caught.value, MemoryError)
+    assert (caught.value.allowed, caught.value.parts["logits"]) == (logits, logits)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == words
     assert f"{logits:,} may be used" in words
     assert f"logits {logits:,}" in words
     assert "gradients of outputs" in words

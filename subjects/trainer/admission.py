@@ -26,7 +26,20 @@ _INDEX = 8
 
 
 class AdmissionError(MemoryError):
-    """A forward whose outputs would not fit; raised on every rank of the batch, before it runs."""
+    """A forward whose outputs would not fit; raised on every rank of the batch, before it runs.
+
+    ``parts`` are the bytes that each part would take on the rank with the largest shard,
+    ``allowed`` those that may be used, ``head_rows`` the rows of a chunk of the head.
+    """
+
+    def __init__(self, parts: Mapping[str, int], allowed: int, head_rows: int) -> None:
+        super().__init__(parts, allowed, head_rows)
+        self.parts = parts
+        self.allowed = allowed
+        self.head_rows = head_rows
+
+    def __str__(self) -> str:
+        return refusal(self.parts, self.allowed, head_rows=self.head_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +228,7 @@ def admit(request: ForwardInput, head: HeadWeights, place: Place, *, limit: int 
         head_grad=head.weight.requires_grad,
     )
     if sum(parts.values()) > allowed:
-        raise AdmissionError(refusal(parts, allowed, head_rows=place.head_rows))
+        raise AdmissionError(parts, allowed, place.head_rows)
 
 
 def least(limit: int, place: Place, device: torch.device) -> int:

@@ -24,6 +24,8 @@ _MOST_SEARCHED = 1 << 25
 _PURE = 1e-4
 """Share of the error that may remain for a scale to explain it all."""
 
+UNEXPLAINED = "a scale that no axis explains"
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -64,7 +66,7 @@ def scale_hint(scale: Scale, topology: Topology) -> str:
     # A square is the reading of last resort: cp4 beside tp2 would be tp² too.
     found = [words for words in found if "²" not in words] or found
     if not found:
-        return "a scale that no axis explains" if pure else ""
+        return UNEXPLAINED if pure else ""
     near = "=" if pure else "is near"
     names = " or ".join(found)
     if scale.alpha > 1.0:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardproof.topology import Topology
+
+from .diagnosis import UNEXPLAINED
 
 SHOWN_IN_FULL = 3
 """How many failing observations are shown with their evidence; the others take one line each."""
@@ -98,7 +101,9 @@ def _block(verdict: Mapping[str, Any], topology: Topology) -> list[str]:
         where = f"rank {details['rank']}{f' ({at})' if at else ''}; {where}"
     lines = [_line(verdict), f"on {topology.name}, {where}"]
     if "expected" in details:
-        lines.append(f"expected {details['expected']}, got {details['actual']}")
+        expected, actual = details["expected"], details["actual"]
+        same = f"got {actual} as expected"
+        lines.append(same if expected == actual else f"expected {expected}, got {actual}")
     measured = verdict["outcome"] == "diverged" and "explained" in details
     if verdict["gate"] and (measured or verdict["outcome"] == "vacuous"):
         lines.append(
@@ -108,14 +113,25 @@ def _block(verdict: Mapping[str, Any], topology: Topology) -> list[str]:
         )
     lines += _values(verdict)
     if "alpha" in details:
-        share = float(details["explained"])
-        hint = f": {details['alpha_hint']}" if details["alpha_hint"] else ""
-        lines.append(
-            f"scale α = {_number(details['alpha'], 6)}, which explains "
-            f"{'all' if share > 0.9999 else f'{share:.1%}'} of the error{hint}"
-        )
+        lines += _scale(verdict)
     lines += details.get("hints", [])
     return [lines[0], *(f"  {line}" for line in lines[1:])]
+
+
+def _scale(verdict: Mapping[str, Any]) -> list[str]:
+    """The scale that fits best, and what it suggests.
+
+    One number always has a scale that explains it: it is told where an axis has it too.
+    """
+    details: Mapping[str, Any] = verdict["details"]
+    alpha, share, hint = details["alpha"], float(details["explained"]), details["alpha_hint"]
+    if math.prod(verdict["shape"]) == 1:
+        if hint in ("", UNEXPLAINED):
+            return []
+        return [f"{hint}; one number may be so by chance"]
+    explained = "all" if share > 0.9999 else f"{share:.1%}"
+    text = f"scale α = {_number(alpha, 6)}, which explains {explained} of the error"
+    return [f"{text}: {hint}" if hint else text]
 
 
 def _values(verdict: Mapping[str, Any]) -> list[str]:

@@ -177,6 +177,11 @@ def _admitted(request: ForwardInput, head: HeadWeights, place: Place, *, limit: 
     del request, head, place, limit
 
 
+def _own_limit(limit: int, place: Place, device: torch.device) -> int:
+    del place, device
+    return limit
+
+
 def _own_outputs_alone(request: ForwardInput, found: admission.Sizes) -> Mapping[str, int]:
     return _output_bytes(request, replace(found, total=found.answered))
 
@@ -411,6 +416,14 @@ FAULTS: dict[str, Fault] = {
         axis="any",
         case="test_heads.test_what_does_not_fit_is_refused",
         shows="refused",
+    ),
+    "each rank goes by its own memory": Fault(
+        module=admission,
+        name="least",
+        function=_own_limit,
+        axis="cp",
+        case="test_heads.test_the_least_memory_is_told_to_all",
+        shows="allowed",
     ),
     "gathered outputs counted as if they stayed on their shard": Fault(
         module=admission,
