@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import itertools
 import unittest
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -149,19 +150,44 @@ def case_id(item: pytest.Item, cell: Cell) -> str:
     return f"{stem}[{'-'.join(parts)}]" if parts else stem
 
 
-def reference_key(item: pytest.Item, options: CaseOptions) -> str:
-    """What items with one reference have in common: test, parameters that matter, and seed."""
+def reference_key(item: pytest.Item) -> str:
+    """What items with one reference have in common: test, parameters that matter, and seed.
+
+    That of a case with a bad marker is its own.
+    """
+    try:
+        options = read_options(item)
+    except CaseError:
+        return item.nodeid
     stem = item.nodeid.partition("[")[0]
     ignored = {RANK_FIXTURE, *options.reference_ignores}
-    chosen = [(name, at) for name, at in sorted(_indices(item).items()) if name not in ignored]
+    # pytest counts the values of a direct parameter anew for each cell; objects stay the same.
+    chosen = [(name, id(value)) for name, value in _parameters(item).items() if name not in ignored]
     cell = cell_of(item)
-    return f"{stem}{chosen} {cell.seed if cell else ''}"
+    return f"{stem}{sorted(chosen)} {cell.seed if cell else ''}"
 
 
-def _indices(item: pytest.Item) -> Mapping[str, int]:
-    """Which value of each of its parameters an item has, by number."""
+def _parameters(item: pytest.Item) -> Mapping[str, object]:
+    """The values of an item's parameters."""
     callspec = getattr(item, "callspec", None)
-    found: Mapping[str, int] = callspec.indices if callspec is not None else {}
+    found: Mapping[str, object] = callspec.params if callspec is not None else {}
+    return found
+
+
+def in_order_of_references(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Cells of a test function that share a reference side by side, so that it need not be kept.
+
+    All else stays where it is.
+    """
+    found: list[pytest.Item] = []
+    for _, of_function in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        keyed = [
+            (reference_key(item) if cell_of(item) else item.nodeid, item) for item in of_function
+        ]
+        first: dict[str, int] = {}
+        for key, _ in keyed:
+            first.setdefault(key, len(first))
+        found += [item for _, item in sorted(keyed, key=lambda pair: first[pair[0]])]
     return found
 
 
@@ -184,7 +210,7 @@ def read_options(item: pytest.Item) -> CaseOptions:
     for keyword in ("requires", "reference_ignores"):
         if isinstance(getattr(options, keyword), str):
             raise CaseError(f"parity marker: {keyword} must be a list of names, got one string")
-    parameters = {name for name in _indices(item) if name != RANK_FIXTURE}
+    parameters = {name for name in _parameters(item) if name != RANK_FIXTURE}
     unknown = [name for name in options.reference_ignores if name not in parameters]
     if unknown:
         raise CaseError(

@@ -19,6 +19,7 @@ from shardproof.cells import (
     ask_for_rank,
     cell_of,
     check_selected,
+    in_order_of_references,
     parametrize,
 )
 from shardproof.options import SETTINGS, Settings, add_options, read_settings
@@ -51,8 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A control is about parity cases alone."""
-    if config.stash[SETTINGS].against is None or _is_rank(config):
+    """Cells of one reference come together; a control is about parity cases alone."""
+    if _is_rank(config):
+        return
+    items[:] = in_order_of_references(items)
+    if config.stash[SETTINGS].against is None:
         return
     others = [
         item for item in items if cell_of(item) is None and not item.get_closest_marker(MARKER)

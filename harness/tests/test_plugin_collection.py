@@ -37,9 +37,10 @@ def test_ids_carry_the_canonical_topology_first(pytester: pytest.Pytester) -> No
     result = pytester.runpytest("--collect-only", "-q", "--strict-markers")
     assert result.ret == 0
     assert _ids(result) == [
+        # Those of one reference side by side.
         "test_it.py::test_readout[cp2-none]",
-        "test_it.py::test_readout[cp2-full]",
         "test_it.py::test_readout[dp2xcp2-none]",
+        "test_it.py::test_readout[cp2-full]",
         "test_it.py::test_readout[dp2xcp2-full]",
         "test_it.py::TestGroup::test_method[cp4]",
         "test_it.py::TestGroup::test_method[tp2xcp2]",

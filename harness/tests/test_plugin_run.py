@@ -407,6 +407,35 @@ def test_reference_failures_are_not_the_topologys_fault(pytester: pytest.Pyteste
     assert "note: the reference fell to a lower precision" in text
 
 
+def test_a_reference_serves_all_topologies_of_its_parameters(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        LAYER
+        + """
+    @pytest.fixture(params=["a", "b"])
+    def way(request):
+        return request.param
+
+    @pytest.mark.parity("cp2", "dp2", reference_ignores=["way"])
+    @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+    def test_sizes(rank, size, way):
+        if rank.is_reference:
+            with open(f"runs{size}", "a") as file:
+                file.write("x")
+        x = torch.rand(64, generator=rank.generator("x"), dtype=rank.dtype)
+        rank.observe("x", x * size)
+    """
+    )
+    pytester.runpytest("-k", "cp2-a-2").assert_outcomes(passed=1, deselected=19)
+    once = (pytester.path / "runs2").read_text()
+    for path in pytester.path.glob("runs*"):
+        path.unlink()
+    result = pytester.runpytest()
+    result.assert_outcomes(passed=20)
+    assert [(pytester.path / f"runs{size}").read_text() for size in range(2, 7)] == [once] * 5
+    order = [cell["case"].rpartition("-")[2] for cell in read_run(pytester)[1]]
+    assert order == [f"{size}]" for size in range(2, 7) for _ in range(4)]
+
+
 def test_several_seeds_are_cells_of_their_own(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         LAYER

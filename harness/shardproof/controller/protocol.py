@@ -20,7 +20,6 @@ from shardproof.cells import (
     case_id,
     cell_of,
     describe,
-    read_options,
     reference_key,
 )
 from shardproof.controller.drive import Drive, run_to_end
@@ -87,7 +86,7 @@ class Controller:
         self._at = {item.nodeid: number for number, item in enumerate(self._order)}
         self._pool.files = list(dict.fromkeys(str(item.path) for item in self._order))
         # Cells that each reference still serves, so that it can go after the last.
-        self._left = Counter(map(self._key, self._order))
+        self._left = Counter(map(reference_key, self._order))
 
     # Running ----------------------------------------------------------------------------------
 
@@ -169,7 +168,7 @@ class Controller:
             raised = getattr(error, "raised", None)
             return [self._write.bad(item, case, "not started", str(error), raised)]
         finally:
-            self._done_with(self._key(item))
+            self._done_with(reference_key(item))
 
     def _run_cell(
         self,
@@ -354,7 +353,7 @@ class Controller:
         return self._pool.retire(drive.fleet) if self._settings.fresh else []
 
     def _reference(self, item: pytest.Item, case: Case, limit: float) -> Reference:
-        key = reference_key(item, case.options)
+        key = reference_key(item)
         if key in self._references:
             self._references.move_to_end(key)
             return self._references[key]
@@ -385,16 +384,9 @@ class Controller:
             oldest.remove()
         return reference
 
-    def _key(self, item: pytest.Item) -> str:
-        """Key of the reference of an item, also of one whose marker is bad."""
-        try:
-            return reference_key(item, read_options(item))
-        except CaseError:
-            return item.nodeid
-
     def pass_over(self, item: pytest.Item) -> None:
         """Say that a cell will not be run."""
-        self._done_with(self._key(item))
+        self._done_with(reference_key(item))
 
     def _done_with(self, key: str) -> None:
         """Free a reference after its last cell."""
