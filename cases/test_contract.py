@@ -143,6 +143,15 @@ def test_what_one_rank_alone_is_told_is_refused_by_all(rank: Rank, build: BuildT
             text = refused(rank, partial(trainer.forward, given))
             assert words in text, (words, text)
             assert last_place(rank) in text, (words, text)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_last(rank)):
+            text = refused(rank, partial(trainer.forward, good))
+        assert "torch.autocast is off on" in text, text
+        assert f"bfloat16 on cpu on {last_place(rank)}" in text, text
+        text = refused(
+            rank,
+            lambda: list(trainer.named_gradients()) if is_last(rank) else trainer.forward(good),
+        )
+        assert "out of step: forward on" in text, text
         inputs: list[Nested] = [good, [good]] if is_last(rank) else [good]
         text = refused(rank, lambda: trainer.dp_rank_forward(inputs))
         assert "inputs[1][0].input_tokens is nothing on" in text, text
@@ -239,9 +248,14 @@ def test_a_loss_may_leave_outputs_out(rank: Rank, build: BuildTrainer) -> None:
 
 
 def test_a_kept_graph_is_run_twice(rank: Rank, build: BuildTrainer) -> None:
-    """Two losses of one forward, each with its own backward, add up; of a freed graph, none."""
+    """Two losses of one forward, each with its own backward, add up; of a freed graph, none.
+
+    What comes after the reduction would be of one rank alone, and is refused.
+    """
     trainer = build()
     mine = rank.split(requests(rank))
+    again = mine[0].ask(target_tokens=mine[0].targets)
+    late = trainer.forward(again)
     for request in mine:
         output = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
         assert output.hidden_states is not None
@@ -254,6 +268,13 @@ def test_a_kept_graph_is_run_twice(rank: Rank, build: BuildTrainer) -> None:
         text = refused(rank, (output.hidden_states / scale).sum().backward)
         assert rank.is_reference or "backward ran a second time through the outputs" in text
     rank.observe_gradients(trainer.named_gradients())
+    # One device reduces nothing, and has nothing to refuse.
+    if not rank.is_reference:
+        text = refused(rank, partial(trainer.forward, again))
+        assert "call zero_gradients() before the next forward" in text, text
+        weighted_loss(mine[0], late).backward()
+        text = refused(rank, lambda: list(trainer.named_gradients()))
+        assert "a backward has added to gradients that were reduced" in text, text
 
 
 def test_outputs_belong_to_the_caller(rank: Rank, build: BuildTrainer) -> None:

@@ -72,13 +72,21 @@ def _head(rank: Rank, name: str = "head") -> Head:
     return Head(lambda *shape: normal(rank, generator, *shape) / 6 + 0.3)
 
 
+def _sparse(table: Tensor) -> torch.nn.Embedding:
+    """An embedding whose gradients hold the rows that were read alone, each as often as it was."""
+    return torch.nn.Embedding(len(table), table.shape[1], sparse=True, _weight=table.clone())
+
+
 def _observe(rank: Rank, trainer: Trainer) -> None:
-    """Gradients of all that is the caller's own, and of one weight that they reach through it."""
+    """Gradients of all that is the caller's own, and of one weight that they reach through it.
+
+    One device may leave those of a sparse embedding sparse.
+    """
     own = {name for name, _, _ in trainer.named_parameters()}
     rank.observe_gradients(
-        triple
-        for triple in trainer.named_gradients()
-        if triple[0] in own or triple[0] == "model.layers.0.input_layernorm.weight"
+        (name, None if gradient is None else gradient.to_dense(), placement)
+        for name, gradient, placement in trainer.named_gradients()
+        if name in own or name == "model.layers.0.input_layernorm.weight"
     )
 
 
@@ -119,15 +127,21 @@ def test_value_head(rank: Rank, build: BuildTrainer) -> None:
 
 
 def test_head_used_twice(rank: Rank, build: BuildTrainer) -> None:
-    """Two uses in one forward and one in the next add up once each, before one reduction."""
+    """Two uses in one forward and one in the next add up once each, before one reduction.
+
+    So do the rows of a sparse embedding that are read several times.
+    """
     trainer = build(sharing="full")
     head = trainer.module("head", lambda: _head(rank))
+    table = normal(rank, rank.generator("bins"), 8, 2)
+    bins = trainer.module("bins", lambda: _sparse(table))
     for request in rank.split(requests(rank)):
         states = states_of(trainer.forward(request.ask(hidden_states=True)))
         again = head(states.flip(0) * head(states).mean())
         (head(states)[1:][request.mask].square().sum() + again.tanh().sum()).backward()
         second = trainer.forward(request.ask(target_tokens=request.targets, hidden_states=True))
-        (head(states_of(second))[:, 0] * logprobs_of(second)).sum().backward()
+        read = (head(states_of(second)) * bins(request.targets % 8)).sum(1)
+        (read * logprobs_of(second)).sum().backward()
     _observe(rank, trainer)
 
 

@@ -107,9 +107,14 @@ def test_a_document_is_the_same_wherever_it_lies(rank: Rank, trainer: Trainer) -
 
 
 def test_multi_target_logprobs(rank: Rank, trainer: Trainer) -> None:
-    """Targets with a trailing dimension: several for a position, each ignored on its own."""
+    """Targets with trailing dimensions: several for a position, each ignored on its own.
+
+    Those of the second batch have two, which answers that are flat or in another order show.
+    """
     for request in rank.split(requests(rank)):
         targets = multi_targets(rank, request)
+        if request.name == "second":
+            targets = torch.stack([targets, targets.roll(1, 0)], 1)
         logprobs = trainer.forward(request.ask(target_tokens=targets)).target_logprobs
         assert logprobs is not None
         rank.observe(f"{request.name}.logprobs", logprobs)

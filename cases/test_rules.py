@@ -90,6 +90,8 @@ def test_rule_table(rank: Rank, build: BuildTrainer) -> None:
     count = trainer.dp_reduce(17 * mine)
     rank.observe("count", count - 17 * (int(rule["metric"]) - 1))
     rank.observe("count is an int", int(isinstance(count, int)))
+    large = trainer.dp_reduce((1 << 56) + mine) - (1 << 56) * rank.size("dp")
+    rank.observe("a count that no float holds", large - int(rule["metric"]) + 5)
     rank.observe("max", trainer.dp_reduce(pattern.abs() * mine, "max") / rule["max"])
     rank.observe("min", trainer.dp_reduce(0.375 * mine, "min") / rule["min"])
     rank.observe("max of counts", trainer.dp_reduce(mine, "max") - int(rule["max"]) + 5)

@@ -183,14 +183,14 @@ def exchange(call: str, payload: Tensor, circle: Circle) -> Tensor:
         everyone = gather(row, inner)
         # Whoever goes no further than the smaller circle would never answer along the last axes.
         if (everyone[:, 1] != len(circle.axes)).any():
-            _check_step(call, everyone, inner)
+            check_step(call, everyone, inner)
         everyone = _along(everyone, circle.axes[len(inner.axes) :])
     everyone = everyone.cpu()
-    _check_step(call, everyone, circle)
+    check_step(call, everyone, circle)
     return everyone[:, 2:]
 
 
-def _check_step(call: str, rows: Tensor, circle: Circle) -> None:
+def check_step(call: str, rows: Tensor, circle: Circle) -> None:
     """Raise on every rank of ``circle`` where their ``rows`` are of different calls."""
     if same_rows(rows[:, :2]):
         return

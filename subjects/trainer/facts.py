@@ -15,7 +15,7 @@ from subjects.types import ForwardInput
 
 
 def request_facts(request: ForwardInput, *, prefix: str = "") -> dict[str, Fact]:
-    """Every field of ``request`` by its name, and whether gradients are on.
+    """Every field of ``request`` by its name, whether gradients are on, and what autocast does.
 
     Tokens and targets count by what they mean, not by how they are nested.
 
@@ -37,7 +37,16 @@ def request_facts(request: ForwardInput, *, prefix: str = "") -> dict[str, Fact]
         facts[prefix + field.name] = fact
     grad = str(torch.is_grad_enabled())
     facts[f"{prefix}torch.is_grad_enabled()"] = Fact(grad.encode(), grad)
+    cast = autocast()
+    facts[f"{prefix}torch.autocast"] = Fact(cast.encode(), cast)
     return facts
+
+
+def autocast() -> str:
+    """Which devices torch computes in another dtype on here, and in which."""
+    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    told = [f"{torch.get_autocast_dtype(kind)} on {kind}" for kind in active]
+    return ", ".join(told).replace("torch.", "") or "off"
 
 
 def option_facts(options: Mapping[str, object]) -> dict[str, Fact]:

@@ -63,8 +63,13 @@ def reduce_once(trainer: TrainerRank, reduced: Stamps | None) -> Stamps:
         if not there:
             continue
         local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad = reduce((local.to_dense() if local.is_sparse else local).contiguous())
+        parameter.grad = reduce(dense(local).contiguous())
     return stamps(every)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """A gradient as it is reduced: a sparse embedding's has a row for each time one was read."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def trained(trainer: TrainerRank) -> dict[str, bool]:

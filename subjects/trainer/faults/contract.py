@@ -39,8 +39,10 @@ _refused_text = agreement.refused_text
 _nested_facts = batches.nested_facts
 _watch = losses.watch
 _reduce_once = gradients.reduce_once
+_check = forward.check
 _differences = losses.differences
 _dp_reduce = reductions.dp_reduce
+_carried = reductions.carried
 _reduce_weight = reductions.reduce_weight
 _reduce_custom = reductions.reduce_custom
 
@@ -67,6 +69,27 @@ def _values_left_out(call: str, facts: Sequence[Mapping[str, Any]], circle: Circ
 def _always_same(rows: Tensor) -> bool:
     del rows
     return True
+
+
+def _in_step(call: str, rows: Tensor, circle: Circle) -> None:
+    del call, rows, circle
+
+
+def _no_autocast() -> str:
+    return "off"
+
+
+def _reduced_or_not(trainer: TrainerRank, request: ForwardInput) -> None:
+    trainer.reduced, kept = None, trainer.reduced
+    try:
+        _check(trainer, request)
+    finally:
+        trainer.reduced = kept
+
+
+def _no_stamps(parameters: Mapping[str, torch.nn.Parameter]) -> gradients.Stamps:
+    del parameters
+    return {}
 
 
 def _no_facts(value: object, op: object) -> dict[str, Fact]:
@@ -195,6 +218,10 @@ def _always_over_tp(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tenso
     return _reduce_weight(gradient, groups, over_tp=over_tp or len(gradient) < 60)
 
 
+def _summed_as_float(value: Value, device: torch.device) -> Tensor:
+    return _carried(float(value) if isinstance(value, int) else value, device)
+
+
 def _counts_as_floats(value: Value, op: ReduceOp, groups: Groups, *, device: Any) -> Any:
     return _dp_reduce(float(value) if isinstance(value, int) else value, op, groups, device=device)
 
@@ -277,6 +304,22 @@ FAULTS: dict[str, Fault] = {
         name="value_facts",
         function=_no_facts,
         axis="dp",
+        case=_ONE_RANK,
+        shows="raised: DID NOT RAISE",
+    ),
+    "ranks that make different calls are not told": Fault(
+        module=agreement,
+        name="check_step",
+        function=_in_step,
+        axis="cp",
+        case=_ONE_RANK,
+        shows="raised: not all ranks raise",
+    ),
+    "autocast of ranks is not compared": Fault(
+        module=facts,
+        name="autocast",
+        function=_no_autocast,
+        axis="cp",
         case=_ONE_RANK,
         shows="raised: DID NOT RAISE",
     ),
@@ -368,6 +411,22 @@ FAULTS: dict[str, Fault] = {
         case=_KEPT,
         shows="raised: backward ran a second time",
     ),
+    "a forward after the reduction is let through": Fault(
+        module=forward,
+        name="check",
+        function=_reduced_or_not,
+        axis="any",
+        case=_KEPT,
+        shows="raised: DID NOT RAISE",
+    ),
+    "a backward after the reduction goes unseen": Fault(
+        module=gradients,
+        name="stamps",
+        function=_no_stamps,
+        axis="any",
+        case=_KEPT,
+        shows="raised: DID NOT RAISE",
+    ),
     "outputs are views": Fault(
         module=losses,
         name="watch",
@@ -408,6 +467,14 @@ FAULTS: dict[str, Fault] = {
         axis="tp",
         case=_RULES,
         shows="reduced.low/*",
+    ),
+    "counts summed as floats": Fault(
+        module=reductions,
+        name="carried",
+        function=_summed_as_float,
+        axis="any",
+        case=_RULES,
+        shows="a count that no float holds",
     ),
     "counts come back as floats": Fault(
         module=reductions,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from subjects.protocol import OwnModule
-from subjects.trainer import custom, reductions, structure
+from subjects.trainer import custom, gradients, reductions, structure
 from subjects.trainer.agreement import Fact
 from subjects.trainer.custom import CustomParts, Member
 from subjects.trainer.faults.fault import Fault
@@ -112,6 +112,14 @@ def _no_changes(self: Slots, name: str | None) -> Callable[[], str]:
     return lambda: ""
 
 
+def _last_of_equal_rows(gradient: Tensor) -> Tensor:
+    if not gradient.is_sparse:
+        return gradient
+    full = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    full[gradient._indices()[0]] = gradient._values()
+    return full
+
+
 def _any_gradient(self: Owner, gradient: Tensor) -> None:
     del self, gradient
 
@@ -190,6 +198,14 @@ FAULTS: dict[str, Fault] = {
         case="test_custom.test_head_used_twice",
         shows="grad.head.*",
         catalogue=(10, 104),
+    ),
+    "of equal rows of a sparse gradient the last alone": _fault(
+        _last_of_equal_rows,
+        gradients,
+        "dense",
+        axis="any",
+        case="test_custom.test_head_used_twice",
+        shows="grad.bins.weight",
     ),
     "a head's gradient stays where it was used": _fault(
         _kept_where_used,

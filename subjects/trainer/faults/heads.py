@@ -29,7 +29,7 @@ from subjects.trainer.head_rows import Asked, Chunk, HeadWeights, Place
 from subjects.trainer.logprobs import Moments, VocabularySlice
 from subjects.trainer.plan import LocalRows
 from subjects.trainer.reductions import Groups
-from subjects.types import IGNORED, ForwardInput, LocalLogits
+from subjects.types import IGNORED, ForwardInput, ForwardOutput, LocalLogits
 
 _shared_sums = logprobs.shared_sums
 _descending = logprobs.descending
@@ -42,6 +42,8 @@ _read_block = head_gradients.read_block
 _add_product = head_gradients.add_product
 _like = Gradients.like
 _output_bytes = admission.output_bytes
+_least = admission.least
+_outputs = heads.outputs
 _read_architecture = architecture.read_architecture
 
 
@@ -180,6 +182,19 @@ def _admitted(request: ForwardInput, head: HeadWeights, place: Place, *, limit: 
 def _own_limit(limit: int, place: Place, device: torch.device) -> int:
     del place, device
     return limit
+
+
+def _least_over_cp(limit: int, place: Place, device: torch.device) -> int:
+    groups = place.groups
+    return _least(limit, replace(place, groups=replace(groups, tp=groups.cp)), device)
+
+
+def _answers_flattened(
+    request: ForwardInput, hidden: Tensor, head: HeadWeights, place: Place
+) -> ForwardOutput:
+    found = _outputs(request, hidden, head, place)
+    answers = found.target_logprobs
+    return found if answers is None else replace(found, target_logprobs=answers.flatten(1))
 
 
 def _own_outputs_alone(request: ForwardInput, found: admission.Sizes) -> Mapping[str, int]:
@@ -424,6 +439,22 @@ FAULTS: dict[str, Fault] = {
         axis="cp",
         case="test_heads.test_the_least_memory_is_told_to_all",
         shows="allowed",
+    ),
+    "the least memory of the cp ranks alone": Fault(
+        module=admission,
+        name="least",
+        function=_least_over_cp,
+        axis="tp",
+        case="test_heads.test_the_least_memory_is_told_to_all",
+        shows="allowed",
+    ),
+    "answers to targets flattened by position": Fault(
+        module=heads,
+        name="outputs",
+        function=_answers_flattened,
+        axis="any",
+        case="test_outputs.test_multi_target_logprobs",
+        shows="second.logprobs",
     ),
     "gathered outputs counted as if they stayed on their shard": Fault(
         module=admission,
