@@ -13,7 +13,7 @@ from torch import Tensor
 from subjects.protocol import OptimizerOptions, OwnModule, Placement, RankContext, ReduceOp, Value
 from subjects.trainer import agreement, batches, build, forward, gradients, reductions, weights
 from subjects.trainer.architecture import Architecture
-from subjects.trainer.attention import ATTENTION_BLOCK, Exchange
+from subjects.trainer.attention import ATTENTION_BLOCK, GATHER_LIMIT, Exchange
 from subjects.trainer.build import Options
 from subjects.trainer.custom import CustomParts
 from subjects.trainer.head_rows import HEAD_ROWS
@@ -94,6 +94,7 @@ class TrainerRank:
         plan: PlanPolicy = "uneven",
         attention: Exchange = "auto",
         attention_block: int = ATTENTION_BLOCK,
+        gather_limit: int = GATHER_LIMIT,
         head_rows: int = HEAD_ROWS,
         check_losses: bool = True,
         memory_limit: int | None = None,
@@ -103,8 +104,9 @@ class TrainerRank:
 
         ``checkpoint_dir`` is a Qwen3 directory as ``save_pretrained`` writes it. Megatron's
         parallel state must exist for this topology. ``plan`` is a policy of ``make_plan``.
-        ``attention`` says how keys and values come to other ranks: ``"gather"``, ``"ring"``, or by
-        their size; ``attention_block`` rows are attended to at a time.
+        ``attention`` says how keys and values come to other ranks: ``"gather"``, ``"ring"``, or
+        ``"auto"``, which gathers up to ``gather_limit`` numbers of a layer and takes the ring
+        above. ``attention_block`` rows are attended to at a time.
         ``head_rows`` is how many rows the head computes logits of at a time. ``check_losses`` has
         every backward compare the losses of a batch's TP and CP ranks (two tiny collectives).
         ``memory_limit`` is how many bytes the head and the outputs of a forward may take: without
@@ -118,14 +120,16 @@ class TrainerRank:
             DisagreementError: a ValueError: ranks that pass different options or models, or some
                 that refuse theirs.
             ValueError: a model that is not supported, a topology that does not divide it, or
-                Megatron's parallel state missing or made for another one, or ``head_rows``,
-                ``memory_limit`` or ``layers`` that can't be.
+                Megatron's parallel state missing or made for another one, or an option that can't
+                be.
+            TypeError: an option of another type, or a directory that is no path.
         """
         options = Options(
             sharing=sharing,
             plan=plan,
             attention=attention,
             attention_block=attention_block,
+            gather_limit=gather_limit,
             head_rows=head_rows,
             check_losses=check_losses,
             memory_limit=memory_limit,
