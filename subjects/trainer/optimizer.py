@@ -20,7 +20,7 @@ from subjects.protocol import Placement
 from subjects.token_ids import shown
 from subjects.trainer import agreement, checks, collectives
 from subjects.trainer.agreement import Fact
-from subjects.trainer.precision import working_dtype
+from subjects.trainer.precision import outside_inference, working_dtype
 from subjects.trainer.reductions import Groups
 from subjects.types import StepResult
 
@@ -90,6 +90,7 @@ class Optimizer:
         self._torch = made[0]
         self._kind, self._moments = kind, moments_of(kind, options)
 
+    @outside_inference
     def step(self) -> StepResult:
         """Reduce gradients, clip each slot's by its own norm, update; a collective of all ranks.
 
@@ -142,6 +143,7 @@ class Optimizer:
             if self._state(parameter)
         }
 
+    @outside_inference
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on from what ``state_dict`` gave; parameters that it lacks begin without moments.
 

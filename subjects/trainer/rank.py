@@ -21,6 +21,7 @@ from subjects.trainer.logprobs import VocabularySlice
 from subjects.trainer.optimizer import Optimizer
 from subjects.trainer.packing import Sharing
 from subjects.trainer.plan import PlanPolicy
+from subjects.trainer.precision import outside_inference
 from subjects.trainer.reductions import Groups
 from subjects.trainer.slot_state import SlotSnapshot
 from subjects.trainer.slot_values import Factory
@@ -85,6 +86,7 @@ class TrainerRank:
         self.world = agreement.world(self.groups, self.device)
 
     @classmethod
+    @outside_inference
     def build(
         cls,
         checkpoint_dir: str | Path,
@@ -194,6 +196,7 @@ class TrainerRank:
         """The names of the LoRA slots that there are."""
         return self.slot_table.names
 
+    @outside_inference
     def add_slot(
         self,
         name: str,
@@ -219,6 +222,7 @@ class TrainerRank:
         """
         self.slot_table.add(name, rank=rank, alpha=alpha, targets=targets, factory=factory)
 
+    @outside_inference
     def load_slot(self, name: str, directory: str | Path) -> None:
         """Read a LoRA slot from PEFT's files, in place of any of this name.
 
@@ -250,6 +254,7 @@ class TrainerRank:
         """
         return self.slot_table.snapshot(name)
 
+    @outside_inference
     def restore_slot(self, name: str, snapshot: SlotSnapshot) -> None:
         """Set a slot's values to those of a snapshot, bit for bit; a collective of all ranks.
 
@@ -271,6 +276,7 @@ class TrainerRank:
         """
         self.slot_table.remove(name)
 
+    @outside_inference
     def module(
         self, name: str, factory: Callable[[], OwnModule], *, slot: str | None = None
     ) -> OwnModule:
@@ -289,6 +295,7 @@ class TrainerRank:
         """
         return self.custom.module(name, factory, slot=slot)
 
+    @outside_inference
     def parameter(
         self, name: str, factory: Callable[[], Tensor], *, slot: str | None = None
     ) -> torch.nn.Parameter:
@@ -298,6 +305,7 @@ class TrainerRank:
         """
         return self.custom.parameter(name, factory, slot=slot)
 
+    @outside_inference
     def buffer(
         self, name: str, factory: Callable[[], Tensor], *, slot: str | None = None
     ) -> Tensor:
@@ -341,6 +349,7 @@ class TrainerRank:
         """
         gradients.freeze(self, part)
 
+    @outside_inference
     def reduce_gradients(self) -> None:
         """Reduce all gradients over the ranks, in place and once; a collective of all ranks.
 
@@ -371,11 +380,12 @@ class TrainerRank:
         """Reduce a number or tensor over the data-parallel ranks alone; a collective of all ranks.
 
         ``op`` is sum, max or min. It divides by nothing: an average is a sum of values and a sum of
-        counts. The result carries no gradient.
+        counts. The result carries no gradient. A NaN on any rank gives NaN on all.
 
         Raises:
-            TypeError: not an int, a float or a tensor.
-            ValueError: an unknown operation.
+            TypeError: on every rank: not an int, a float or a tensor of a dtype that can be sent.
+            ValueError: on every rank: an unknown operation, or a sum of integers that their dtype
+                can't hold (64 bits for an int).
         """
         return reductions.dp_reduce(value, op, self.groups, device=self.device)
 
