@@ -70,6 +70,8 @@ def whole_number(value: object) -> int | None:
 
 def shown(value: object) -> str:
     """What a message says of ``value``: the same on every rank, and short."""
+    if isinstance(value, int) and value.bit_length() > _BITS:
+        return f"an integer of {value.bit_length()} bits"
     # Of others the words could hold an address, or be pages long.
     few = type(value) in (list, tuple) and len(value) <= 4  # type: ignore[arg-type]
     if _is_plain(value) or (few and all(map(_is_plain, value))):  # type: ignore[call-overload]
@@ -77,9 +79,15 @@ def shown(value: object) -> str:
     return f"of type {type(value).__name__}"
 
 
+_BITS = 128
+
+
 def _is_plain(value: object) -> bool:
-    text = isinstance(value, str) and len(value) <= 40
-    return text or value is None or isinstance(value, bool | int | float)
+    if isinstance(value, str):
+        return len(value) <= 40
+    if isinstance(value, int):
+        return value.bit_length() <= _BITS
+    return value is None or isinstance(value, float)
 
 
 def _of_tensor(value: Tensor, path: str) -> Tensor:

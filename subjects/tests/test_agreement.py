@@ -231,7 +231,18 @@ def test_a_second_backward_needs_a_kept_graph() -> None:
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(True, "got bool"), ("1", "got str"), (torch.tensor([True]), r"torch\.bool"), (1j, "complex")],
+    [
+        (True, "got bool"),
+        ("1", "got str"),
+        (1j, "complex"),
+        *(
+            (torch.zeros(1).to(dtype), f"got a tensor of {dtype}; expected one of float16, bf")
+            for dtype in (torch.bool, torch.complex64, torch.uint16, torch.uint64)
+        ),
+        (torch.zeros(1).to(torch.float8_e4m3fn), "float8_e4m3fn; expected one of float16"),
+        (torch.zeros(1, device="meta"), "got a tensor on meta, which has no values"),
+        (torch.zeros(1).to_sparse(), r"got a tensor of torch\.sparse_coo; pass value\.to_dense"),
+    ],
 )
 def test_values_that_cannot_be_reduced(value: object, words: str) -> None:
     with pytest.raises(TypeError, match=words):

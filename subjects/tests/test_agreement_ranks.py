@@ -91,8 +91,38 @@ def memory_of_any_strides() -> None:
     ):
         assert summed.equal(4 * whole), summed
     assert turned.equal(4 * whole), "in place"
+    edges_of_dp_reduce(partial(reductions.dp_reduce, groups=groups, device=rank.device))
     turned = whole.t().contiguous().t() if dist.get_rank() == 0 else torch.zeros(2, 3)
     assert collectives.broadcast_first(turned, groups.dp).equal(whole)
+
+
+def edges_of_dp_reduce(reduce: Any) -> None:
+    """NaN of whichever rank, sums at the edge of a dtype, and beyond it."""
+    at, nan = dist.get_rank(), float("nan")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for op, edge in (("max", 3.0), ("min", 0.0)):
+            mine = torch.tensor([at, *(nan if at == one else at for one in range(4))], dtype=dtype)
+            assert reduce(mine, op)[0] == edge
+            assert reduce(mine, op)[1:].isnan().all()
+    infinite = float("inf") if at == 2 else 1.0
+    assert (reduce(infinite, "max"), reduce(infinite, "min")) == (float("inf"), 1.0)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        limits = torch.iinfo(dtype)
+        # The first two ranks hold all that fits; their partial sum with the third may not.
+        whole = torch.tensor([limits.max, limits.min], dtype=dtype)
+        parts = [whole - whole // 2, whole // 2, torch.zeros_like(whole), torch.zeros_like(whole)]
+        if limits.min:
+            parts[2:] = torch.tensor([1, -1], dtype=dtype), torch.tensor([-1, 1], dtype=dtype)
+        summed = reduce(parts[at], "sum")
+        assert summed.equal(whole), summed
+        assert summed.dtype == reduce(whole, "max").dtype == dtype
+        assert reduce(whole, "max").equal(reduce(whole, "min"))
+        words = f"does not fit into {dtype}, which holds {limits.min} to {limits.max}"
+        beyond = torch.full((2,), 3 * (limits.max // 8), dtype=dtype)
+        assert words in raised(partial(reduce, beyond, "sum"))
+    assert reduce(-(2**61), "sum") == -(2**63)
+    for number in (2**61, -(2**63)):
+        assert "ValueError: dp_reduce: the sum" in raised(partial(reduce, number, "sum"))
 
 
 def options_of_one_rank(checkpoint: Path, rank: Any) -> None:
@@ -103,6 +133,7 @@ def options_of_one_rank(checkpoint: Path, rank: Any) -> None:
         "sharing": ("none", "full"),
         "attention": ("gather", "ring"),
         "attention_block": (512, 256),
+        "gather_limit": (0, 1),
         "head_rows": (7, 9),
         "check_losses": (True, False),
         "layers": (1, 2),
@@ -273,4 +304,4 @@ def values(trainer: Any, rank: Any) -> None:
     words = "ValueError: dp_reduce: 9223372036854775808 does not fit into 64 bits"
     place = rank.coordinates["cp"] == 1 and (many or odd())
     assert (words in text) == place, text
-    trainer.dp_reduce(2**62)
+    trainer.dp_reduce(2**60)

@@ -235,11 +235,28 @@ def test_the_exchange_is_chosen_by_size() -> None:
     assert attention.choose("ring", rows=1, width=width) is ring
 
 
-def test_options_that_can_not_be() -> None:
-    with pytest.raises(ValueError, match="'rings'; expected one of auto, gather, ring"):
-        AttentionOptions("rings")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="attention_block is 0; expected at least one row"):
-        AttentionOptions(block=0)
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_the_width_of_no_rows_is_that_of_any(rows: int) -> None:
+    assert attention.width_of(torch.empty(rows, 2, GROUPS, SIZE)) == 2 * GROUPS * SIZE
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"exchange": "rings"}, "attention is 'rings'; expected one of auto, gather, ring"),
+        ({"exchange": None}, "attention is None; expected one of"),
+        ({"block": 0}, "attention_block is 0; expected at least one row"),
+        ({"block": "x"}, "attention_block is 'x'; expected at least one row, an integer from 1"),
+        ({"block": 2.5}, "attention_block is 2.5; expected at least one row"),
+        ({"block": True}, "attention_block is True; expected at least one row"),
+        ({"block": 10**400}, "attention_block is an integer of 1329 bits; expected"),
+        ({"gather_limit": -1}, "gather_limit is -1; expected a number of keys and values"),
+        ({"gather_limit": None}, "gather_limit is None; expected a number of keys and values"),
+    ],
+)
+def test_options_that_can_not_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        AttentionOptions(**options)
 
 
 def test_padding_comes_out_as_zeros_and_is_not_seen(alone: Any) -> None:

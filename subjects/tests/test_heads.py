@@ -125,9 +125,11 @@ def test_each_question_belongs_to_the_chunk_of_its_row(alone: Any) -> None:
     assert sorted(seen) == list(range(ROWS))
 
 
-@pytest.mark.parametrize("wrong", [0, -3, 2.5, None])
+@pytest.mark.parametrize("wrong", [0, -3, 2.5, None, True])
 def test_chunks_hold_at_least_a_row(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=rf"head_rows is {wrong}; expected how many rows"):
+    with pytest.raises(
+        (ValueError, TypeError), match=rf"head_rows is {wrong}; expected how many rows"
+    ):
         heads.check_rows(wrong)
 
 

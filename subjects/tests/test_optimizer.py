@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -211,6 +212,30 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
             (r"probe\.step is int; expected a tensor", "step", 1),
             (r"probe\.step is torch\.int64 \[\]; expected a fl", "step", torch.tensor(1)),
             (r"probe\.step is torch\.float32 \[1\]; expected a fl", "step", torch.ones(1)),
+            *(
+                (rf"probe\.step is {steps}; expected how many steps", "step", torch.tensor(steps))
+                for steps in (-1.0, 0.5, math.nan, math.inf)
+            ),
+            *(
+                (rf"probe\.{key} has numbers that are not finite", key, numbers * bad)
+                for key, bad in (("exp_avg", math.nan), ("exp_avg_sq", math.inf))
+                for numbers in [torch.ones(3, dtype=torch.float64)]
+            ),
+            (
+                r"probe\.exp_avg_sq has numbers below 0",
+                "exp_avg_sq",
+                -torch.ones(3, dtype=torch.float64),
+            ),
+            (
+                r"probe\.exp_avg is a tensor of torch\.strided on meta",
+                "exp_avg",
+                torch.ones(3, dtype=torch.float64, device="meta"),
+            ),
+            (
+                r"probe\.exp_avg is a tensor of torch\.sparse_coo on cpu",
+                "exp_avg",
+                torch.ones(3, dtype=torch.float64).to_sparse(),
+            ),
         )
     },
 }
@@ -254,6 +279,18 @@ def test_a_damaged_state_is_refused_and_nothing_taken_up(trainer: Stepped, words
         ("sgd", {"lr": 0.1, "momentum": math.nan}, "momentum is nan; expected a finite number"),
         ("sgd", {"lr": 0.1, "max_norm": 0.0}, "max_norm is 0.0; expected a positive number"),
         ("sgd", {"lr": 0.1, "max_norm": math.nan}, "max_norm is nan"),
+        ("sgd", {"lr": 0.1, "max_norm": True}, "max_norm is True; expected a positive number"),
+        ("sgd", {"lr": 0.1, "max_norm": Fraction(1, 2)}, "max_norm is of type Fraction"),
+        ("sgd", {"lr": 0.1, "max_norm": "1"}, "max_norm is '1'; expected a positive number"),
+        ("sgd", {"lr": 0.1, "max_norm": 10**400}, "max_norm is an integer of 1329 bits"),
+        ("sgd", {"lr": 10**5000}, "lr is an integer of 16610 bits; expected a finite number"),
+        ("adamw", {"lr": 1e19}, r"lr is 1e\+19; expected a finite number of .* at most 1e\+18"),
+        ("adamw", {"lr": Fraction(1, 2)}, "lr is of type Fraction; expected a number"),
+        ("adamw", {"lr": 0.1, "betas": (0.9, Fraction(1, 2))}, "expected two numbers"),
+        *(
+            ("adamw", {"lr": 0.1, "eps": eps}, f"eps is {eps}; expected .* of at least 1e-37")
+            for eps in (0, 0.0, 1e-60)
+        ),
     ],
 )
 def test_options_are_refused(
@@ -261,6 +298,21 @@ def test_options_are_refused(
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         Optimizer(trainer, kind, **options)
+
+
+def test_the_largest_options_leave_numbers_in_the_least_dtype(trainer: Stepped) -> None:
+    """A gradient of 0 is divided by the least eps, and steps of the largest rate stay finite."""
+    gradient = torch.tensor([0.0, 1.0, -1.0])
+    trainer.own = {"probe": torch.nn.Parameter(torch.ones(3))}
+    near = 1 - 2**-53
+    Optimizer(trainer, "adamw", lr=1e18, betas=(near, near), eps=1e-37, weight_decay=1e18)
+    for options in (
+        {"lr": 0.1, "eps": optimizer.LEAST_EPS},
+        {"lr": optimizer.LARGEST, "betas": (near, near), "weight_decay": 1.0},
+    ):
+        trainer.own["probe"].grad = gradient.clone()
+        assert Optimizer(trainer, "adamw", **options).step().stepped
+        assert trainer.own["probe"].isfinite().all()
 
 
 def test_nothing_to_step_is_refused(trainer: Stepped) -> None:

@@ -121,6 +121,23 @@ def test_a_plan_that_does_not_add_up(policy: object, message: str) -> None:
         make_plan(policy, work=causal(3), cp=2)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (5, "plan is 5; expected a list of rows for each context-parallel rank, a function"),
+        (None, "plan is None; expected a list"),
+        ([0, 1, 2], "plan has 0 in its shard 0; expected a list of rows, each an integer"),
+        ([[0, 1.5], [2]], r"plan has 1\.5 in its shard 0"),
+        ([[0, 1], "2"], "plan has '2' in its shard 1"),
+        (lambda *_: 5, "what the function given as plan returned is 5; expected a list"),
+        (lambda *_: [[0, 1], [None]], "plan returned has None in its shard 1"),
+    ],
+)
+def test_what_is_no_plan(policy: object, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        make_plan(policy, work=causal(3), cp=2)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_share_answers_its_own_source_positions(tp: int) -> None:
     packed = pack([torch.tensor([5, 6, 7]), torch.tensor([5, 6, 8, 9])], sharing="full")

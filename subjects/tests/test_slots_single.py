@@ -95,6 +95,8 @@ def test_names_that_could_not_be_part_of_a_gradients_are_refused(
         ({"rank": True}, "rank is True"),
         ({"rank": 2.0}, "rank is 2.0"),
         ({"alpha": float("nan")}, "alpha is nan"),
+        ({"alpha": 10**400}, "alpha is an integer of 1329 bits; expected a finite number"),
+        ({"rank": 10**400}, "rank is an integer of 1329 bits; expected an integer"),
         ({"targets": ()}, "at least one"),
         ({"targets": ("q_proj", "q_proj")}, "each once"),
         ({"targets": ("embed_tokens",)}, "unknown"),
@@ -142,6 +144,36 @@ def test_a_factorys_own_error_comes_through(trainer: TrainerRank) -> None:
 
     with pytest.raises(KeyError, match=r"layers\.0\.self_attn\.q_proj\.lora_A"):
         trainer.add_slot("a", factory=factory)
+
+
+def test_what_is_made_in_inference_mode_is_trained_outside(
+    alone: Any, checkpoint: Path, adapter: Path
+) -> None:
+    request = ForwardInput([5, 6, 7, 130], hidden_states=True, slot="added")
+    with torch.inference_mode():
+        trainer = TrainerRank.build(checkpoint, alone)
+        trainer.add_slot("added", factory=lambda _, shape: torch.ones(shape))
+        trainer.load_slot("loaded", adapter)
+        head = trainer.module("head", lambda: torch.nn.Linear(40, 1))
+        probe = trainer.parameter("probe", lambda: torch.ones(1), slot="added")
+        trainer.buffer("mean", lambda: torch.zeros(1))
+        states = trainer.forward(request).hidden_states
+        optimizer = trainer.optimizer("adamw", lr=0.1)
+        trainer.restore_slot("added", trainer.snapshot_slot("added"))
+    assert states is not None
+    assert not states.requires_grad
+    for _ in range(2):
+        found = trainer.forward(request).hidden_states
+        assert found is not None
+        head(found).sum().backward()
+        with torch.inference_mode():
+            assert optimizer.step().stepped
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert found.requires_grad
+        trainer.zero_gradients()
+    assert not any(value.is_inference() for _, value, _ in optimizer.moments())
+    with pytest.raises(RuntimeError, match="slot 'added' was restored"):
+        probe.sum()
 
 
 def test_a_slot_is_not_added_twice(trainer: TrainerRank) -> None:

@@ -166,6 +166,42 @@ def test_what_a_trainer_refuses(trainer: TrainerRank) -> None:
             trainer.parameter(name, lambda: torch.zeros(2))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sharing": "foo"}, "sharing is 'foo'; expected one of none, full"),
+        ({"plan": 5}, "plan is 5; expected a list of rows"),
+        ({"plan": None}, "plan is None; expected a list of rows"),
+        ({"plan": "zigzag"}, "plan is 'zigzag'; expected one of balanced, runs"),
+        ({"plan": [0, 1]}, "plan has 0 in its shard 0"),
+        ({"attention_block": "x"}, "attention_block is 'x'; expected at least one row"),
+        ({"head_rows": True}, "head_rows is True; expected how many rows"),
+        ({"memory_limit": True}, "memory_limit is True; expected a number of bytes, or None"),
+        ({"memory_limit": -1}, "memory_limit is -1; expected a number of bytes, or None"),
+        (
+            {"memory_limit": 2**63},
+            "memory_limit is 9223372036854775808; expected a number of bytes",
+        ),
+        ({"check_losses": "no"}, "check_losses is 'no'; expected True or False"),
+        ({"layers": "1"}, "layers is '1'; expected how many of the first layers"),
+        ({"layers": 1.5}, "layers is 1.5; expected how many of the first layers"),
+        ({"layers": True}, "layers is True; expected how many of the first layers"),
+        ({"layers": 9}, "layers is 9; expected 1 to 2, which"),
+        ({"checkpoint_dir": 5}, "directory is 5; expected the path of a directory"),
+    ],
+)
+def test_options_are_refused_before_the_model_is_built(
+    alone: Any,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    words: str,
+) -> None:
+    monkeypatch.delattr("subjects.trainer.build.build_model")
+    with pytest.raises((ValueError, TypeError), match=words):
+        TrainerRank.build(**{"checkpoint_dir": checkpoint, "rank": alone, **options})
+
+
 def test_dp_reduce_keeps_the_kind_of_its_value(trainer: TrainerRank) -> None:
     assert trainer.dp_reduce(3) == 3
     assert isinstance(trainer.dp_reduce(3), int)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from subjects.token_ids import shown
+from subjects.trainer import checks
 from subjects.trainer.weights import bounds
 from subjects.types import TARGETS
 
@@ -76,10 +78,10 @@ def adapter_config(
         ValueError: a rank below 1, an alpha that is not finite, or no, unknown or repeated targets.
         TypeError: targets that are no list, or rslora that is no bool.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"rank is {rank!r}; expected an integer of at least 1")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"alpha is {alpha!r}; expected a finite number")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= checks.LARGEST:
+        raise ValueError(f"rank is {shown(rank)}; expected an integer of at least 1")
+    if not checks.is_number(alpha) or not abs(alpha) <= sys.float_info.max:
+        raise ValueError(f"alpha is {shown(alpha)}; expected a finite number")
     if isinstance(targets, str):
         # PEFT's pattern over the names of modules: taken apart it would be letters.
         targets = (targets,)

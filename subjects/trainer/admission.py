@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from subjects.trainer import collectives
+from subjects.trainer import checks, collectives
 from subjects.trainer.head_rows import HeadWeights, Place
 from subjects.trainer.plan import LocalRows
 from subjects.trainer.precision import working_dtype
@@ -202,10 +202,11 @@ def check_limit(limit: int | None) -> None:
     """Refuse a limit that is no number of bytes.
 
     Raises:
-        ValueError: it is negative, or no integer.
+        ValueError: it is negative.
+        TypeError: it is no integer, and not None.
     """
-    if limit is not None and (not isinstance(limit, int) or limit < 0):
-        raise ValueError(f"memory_limit is {limit!r}; expected a number of bytes, or None")
+    if limit is not None:
+        checks.count("memory_limit", limit, "a number of bytes, or None", least=0)
 
 
 def admit(request: ForwardInput, head: HeadWeights, place: Place, *, limit: int | None) -> None:

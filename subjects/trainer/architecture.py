@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from subjects.trainer import checks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
@@ -47,6 +49,7 @@ def read_architecture(checkpoint: Path, *, layers: int | None = None) -> Archite
         FileNotFoundError: there is none.
         ValueError: the model is no Qwen3, uses a feature that the trainer has not, or has no such
             number of layers.
+        TypeError: ``layers`` is no integer.
     """
     path = checkpoint / "config.json"
     if not path.is_file():
@@ -59,8 +62,10 @@ def read_architecture(checkpoint: Path, *, layers: int | None = None) -> Archite
     _refuse(path, config, rope)
     heads = int(config["num_attention_heads"])
     there = int(config["num_hidden_layers"])
-    if layers is not None and not 1 <= layers <= there:
-        raise ValueError(f"layers is {layers}; expected 1 to {there}, which {checkpoint} has")
+    if layers is not None:
+        checks.count("layers", layers, "how many of the first layers to run", least=1)
+        if layers > there:
+            raise ValueError(f"layers is {layers}; expected 1 to {there}, which {checkpoint} has")
     return Architecture(
         layers=there if layers is None else layers,
         hidden=int(config["hidden_size"]),

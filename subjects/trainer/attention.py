@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from subjects.trainer import allgather, blocks, masks, ring
+from subjects.trainer import allgather, blocks, checks, masks, ring
 from subjects.trainer.blocks import Asked
 from subjects.trainer.masks import VisibleBlocks
 from subjects.trainer.plan import LocalRows
@@ -42,20 +42,20 @@ ATTENTION_BLOCK = 512
 class AttentionOptions:
     """How keys and values come to other ranks, and how many rows are attended to at a time.
 
+    ``gather_limit`` are the numbers of keys and values of a layer that ``"auto"`` gathers at most.
+
     Raises:
-        ValueError: an unknown way, or blocks of no rows.
+        ValueError: an unknown way, blocks of no rows, or a limit that is no number.
     """
 
     exchange: Exchange = "auto"
     block: int = ATTENTION_BLOCK
+    gather_limit: int = GATHER_LIMIT
 
     def __post_init__(self) -> None:
-        if self.exchange not in get_args(Exchange):
-            raise ValueError(
-                f"attention is {self.exchange!r}; expected one of {', '.join(get_args(Exchange))}"
-            )
-        if self.block < 1:
-            raise ValueError(f"attention_block is {self.block}; expected at least one row")
+        checks.one_of("attention", self.exchange, get_args(Exchange))
+        checks.count("attention_block", self.block, "at least one row", least=1)
+        checks.count("gather_limit", self.gather_limit, "a number of keys and values", least=0)
 
 
 @dataclass
@@ -69,6 +69,7 @@ class AttentionRows(PackedSeqParams):
 
     seen: tuple[VisibleBlocks, ...] = ()
     exchange: Exchange = "auto"
+    gather_limit: int = GATHER_LIMIT
     cp_group_of_rows: ProcessGroup | None = None
 
 
@@ -87,18 +88,24 @@ def attention_rows(
             for at, shard in enumerate(shards)
         ),
         exchange=options.exchange,
+        gather_limit=options.gather_limit,
         cp_group_of_rows=group,
     )
 
 
-def choose(exchange: Exchange, *, rows: int, width: int) -> ModuleType:
+def choose(exchange: Exchange, *, rows: int, width: int, limit: int = GATHER_LIMIT) -> ModuleType:
     """The module that exchanges ``rows`` of keys and values, ``width`` numbers each.
 
     All ranks of a group know the same sizes, so all choose alike.
     """
     if exchange == "auto":
-        exchange = "gather" if rows * width <= GATHER_LIMIT else "ring"
+        exchange = "gather" if rows * width <= limit else "ring"
     return {"gather": allgather, "ring": ring}[exchange]
+
+
+def width_of(keys_values: Tensor) -> int:
+    """The numbers of one row of keys and values [n, 2, G, D], also where n is 0."""
+    return keys_values.shape[1:].numel()
 
 
 class RowAttention(torch.autograd.Function):
@@ -113,7 +120,9 @@ class RowAttention(torch.autograd.Function):
     ) -> Tensor:
         """Attend to the keys of all ranks."""
         everyone = sum(len(shard.keys) for shard in rows.seen)
-        ctx.exchange = choose(rows.exchange, rows=everyone, width=keys_values[:1].numel())
+        ctx.exchange = choose(
+            rows.exchange, rows=everyone, width=width_of(keys_values), limit=rows.gather_limit
+        )
         ctx.rows, ctx.scale = rows, scale
         whole = ctx.exchange.forward(
             query, keys_values, rows.seen, rows.cp_group_of_rows, scale=scale

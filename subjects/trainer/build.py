@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from subjects.protocol import RankContext
-from subjects.trainer import admission, agreement, facts, heads, shims, weights
+from subjects.trainer import admission, agreement, checks, facts, heads, shims, weights
 from subjects.trainer.agreement import Fact
 from subjects.trainer.architecture import Architecture, read_architecture
 from subjects.trainer.attention import AttentionOptions, Exchange
 from subjects.trainer.layer_spec import build_model
 from subjects.trainer.packing import Sharing
-from subjects.trainer.plan import PlanPolicy
+from subjects.trainer.plan import PlanPolicy, check_policy
 from subjects.trainer.reductions import Groups
+from subjects.trainer.slot_values import directory_of
 
 if TYPE_CHECKING:
     from subjects.trainer.rank import TrainerRank
@@ -31,6 +32,7 @@ class Options:
     plan: PlanPolicy
     attention: Exchange
     attention_block: int
+    gather_limit: int
     head_rows: int
     check_losses: bool
     memory_limit: int | None
@@ -48,13 +50,13 @@ def build(
     Raises:
         Exception: as ``TrainerRank.build``, on every rank.
     """
-    directory = Path(checkpoint_dir)
     groups = Groups(rank.group("tp"), rank.group("cp"), rank.group("dp"))
     world = agreement.world(groups, rank.device)
     read: list[Architecture] = []
 
     def given() -> dict[str, Fact]:
         check(options)
+        directory = directory_of(checkpoint_dir)
         architecture = read_architecture(directory, layers=options.layers)
         architecture.check_tp(groups.tp.size())
         shims.check_parallel_state(rank)
@@ -76,7 +78,7 @@ def build(
         )
         trainer = make(model, read[0], rank, options)
         part = (groups.tp.rank(), groups.tp.size())
-        weights.load(model, weights.Checkpoint(directory), trainer.layouts, part)
+        weights.load(model, weights.Checkpoint(Path(checkpoint_dir)), trainer.layouts, part)
         trainer.slot_table.base_model = str(checkpoint_dir)
         made.append(trainer)
         return {}
@@ -90,8 +92,11 @@ def check(options: Options) -> None:
     """Refuse options that no topology could run with.
 
     Raises:
-        ValueError: with the option.
+        ValueError, TypeError: with the option.
     """
+    checks.one_of("sharing", options.sharing, get_args(Sharing))
+    check_policy(options.plan)
+    checks.truth("check_losses", options.check_losses)
     heads.check_rows(options.head_rows)
     admission.check_limit(options.memory_limit)
     attention_options(options)
@@ -101,9 +106,9 @@ def attention_options(options: Options) -> AttentionOptions:
     """Those of attention.
 
     Raises:
-        ValueError: an unknown way, or blocks of no rows.
+        ValueError, TypeError: as ``AttentionOptions``.
     """
-    return AttentionOptions(options.attention, options.attention_block)
+    return AttentionOptions(options.attention, options.attention_block, options.gather_limit)
 
 
 def told(options: Options, architecture: Architecture, rank: RankContext) -> dict[str, Fact]:
@@ -116,6 +121,7 @@ def told(options: Options, architecture: Architecture, rank: RankContext) -> dic
             "plan": "a function" if callable(options.plan) else options.plan,
             "attention": options.attention,
             "attention_block": options.attention_block,
+            "gather_limit": options.gather_limit,
             "head_rows": options.head_rows,
             "check_losses": options.check_losses,
             # The least limit counts, whatever it is; on a CPU none is no limit.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from subjects.trainer import gather, head_chunks, plan
+from subjects.trainer import checks, gather, head_chunks, plan
 from subjects.trainer.head_rows import Answers, Asked, HeadWeights, Place
 from subjects.types import ForwardInput, ForwardOutput, LocalLogits, TopK
 
@@ -20,13 +20,10 @@ def check_rows(head_rows: int) -> None:
     """Refuse chunks that hold no row.
 
     Raises:
-        ValueError: ``head_rows`` is below 1, or no integer.
+        ValueError: ``head_rows`` is below 1.
+        TypeError: it is no integer.
     """
-    if not isinstance(head_rows, int) or head_rows < 1:
-        raise ValueError(
-            f"head_rows is {head_rows!r}; expected how many rows the head computes at a time, "
-            "an integer from 1 up"
-        )
+    checks.count("head_rows", head_rows, "how many rows the head computes at a time", least=1)
 
 
 def outputs(

@@ -7,9 +7,9 @@ whatever holds it, and the decision to step, which must be the same on all ranks
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroup
 
 from subjects.protocol import Placement
 from subjects.token_ids import shown
-from subjects.trainer import agreement, collectives
+from subjects.trainer import agreement, checks, collectives
 from subjects.trainer.agreement import Fact
-from subjects.trainer.precision import working_dtype
+from subjects.trainer.precision import outside_inference, working_dtype
 from subjects.trainer.reductions import Groups
 from subjects.types import StepResult
 
@@ -29,6 +29,13 @@ OWN = ""
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+LARGEST = 1e18
+"""Most that an option may be: with it, and betas near 1, every product is a finite float32."""
+
+LEAST_EPS = 1e-37
+"""Least of ``eps``: a normal float32."""
 
 
 class Steppable(Protocol):
@@ -83,6 +90,7 @@ class Optimizer:
         self._torch = made[0]
         self._kind, self._moments = kind, moments_of(kind, options)
 
+    @outside_inference
     def step(self) -> StepResult:
         """Reduce gradients, clip each slot's by its own norm, update; a collective of all ranks.
 
@@ -135,6 +143,7 @@ class Optimizer:
             if self._state(parameter)
         }
 
+    @outside_inference
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on from what ``state_dict`` gave; parameters that it lacks begin without moments.
 
@@ -143,8 +152,8 @@ class Optimizer:
         Raises:
             TypeError: on every rank: no mapping of names to mappings of tensors.
             ValueError: on every rank: state of a parameter that there is not, of another kind of
-                optimizer, incomplete, or of another shape or dtype; or ranks that must hold the
-                same and were given something else.
+                optimizer, incomplete, of another shape or dtype, or with numbers that no step
+                leaves; or ranks that must hold the same and were given something else.
         """
         named = {one[0]: Named(*one) for one in self._trainer.named_parameters()}
         wanted = Wanted(self._kind, self._moments)
@@ -214,23 +223,29 @@ def check_option(name: str, value: object) -> None:
         ValueError: a number out of range.
     """
     if name == "betas":
-        pair = isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
+        pair = (
+            isinstance(value, tuple | list)
+            and len(value) == 2
+            and all(map(checks.is_number, value))
+        )
         if not pair:
             raise TypeError(f"optimizer: betas is {shown(value)}; expected two numbers")
         if not all(0 <= one < 1 for one in value):  # type: ignore[attr-defined]
             raise ValueError(
                 f"optimizer: betas is {shown(value)}; expected two numbers from 0 to below 1"
             )
-    elif not _is_number(value):
-        raise TypeError(f"optimizer: {name} is {shown(value)}; expected a number")
-    elif not 0 <= value < math.inf:  # type: ignore[operator]
-        raise ValueError(
-            f"optimizer: {name} is {shown(value)}; expected a finite number of at least 0"
+        return
+    if not checks.is_number(value):
+        raise TypeError(
+            f"optimizer: {name} is {shown(value)}; expected a number, an int or a float"
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    least = LEAST_EPS if name == "eps" else 0
+    if not least <= value <= LARGEST:
+        why = ", since without it a gradient of 0 gives NaN" if least else ""
+        raise ValueError(
+            f"optimizer: {name} is {shown(value)}; expected a finite number of at least "
+            f"{least:g}, at most {LARGEST:g}{why}"
+        )
 
 
 def ready(trainer: Steppable) -> None:
@@ -345,10 +360,16 @@ def check_max_norm(max_norm: float | None) -> None:
     """Refuse a norm that nothing can be clipped to.
 
     Raises:
-        ValueError: it is not a positive number.
+        TypeError: it is no number, and not None.
+        ValueError: it is not positive, or an int that no float holds.
     """
-    if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
-        raise ValueError(f"optimizer: max_norm is {max_norm!r}; expected a positive number or None")
+    if max_norm is None:
+        return
+    told = f"optimizer: max_norm is {shown(max_norm)}; expected a positive number or None"
+    if not checks.is_number(max_norm):
+        raise TypeError(told)
+    if not 0 < max_norm <= sys.float_info.max and max_norm != math.inf:
+        raise ValueError(told)
 
 
 class Wanted(NamedTuple):
@@ -371,7 +392,7 @@ def check_state(state: object, named: Mapping[str, Named], wanted: Wanted) -> di
     Raises:
         TypeError: it is no mapping of names to mappings of tensors.
         ValueError: a parameter that there is not, another optimizer's moments or not all of this
-            one's, or a moment of another shape or dtype.
+            one's, or a moment of another shape or dtype, or that no step leaves.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -410,15 +431,26 @@ def check_moment(what: str, value: object, parameter: Tensor) -> None:
 
     Raises:
         TypeError: it is no tensor.
-        ValueError: it has another shape, or is not of the right dtype.
+        ValueError: it has another shape, is not of the right dtype, or holds what no step leaves.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"load_state_dict: {what} is {_kind(value)}; expected a tensor")
+    if value.layout != torch.strided or value.is_meta:
+        raise ValueError(
+            f"load_state_dict: {what} is a tensor of {value.layout} on {value.device.type}; "
+            "expected a dense one with values, as state_dict gave it"
+        )
     if what.endswith(".step"):
         if value.dim() or not value.is_floating_point():
             raise ValueError(
                 f"load_state_dict: {what} is {value.dtype} {list(value.shape)}; expected a "
                 "floating scalar, the number of steps, as state_dict gave it"
+            )
+        steps = float(value)
+        if not (math.isfinite(steps) and steps >= 0 and steps.is_integer()):
+            raise ValueError(
+                f"load_state_dict: {what} is {steps}; expected how many steps were taken, a whole "
+                "number from 0 up, as state_dict gave it"
             )
         return
     if value.shape != parameter.shape:
@@ -430,6 +462,16 @@ def check_moment(what: str, value: object, parameter: Tensor) -> None:
         raise ValueError(
             f"load_state_dict: {what} has dtype {value.dtype}, the parameter {parameter.dtype}; "
             "load it in a run of the dtype that it is from"
+        )
+    if not value.isfinite().all():
+        raise ValueError(
+            f"load_state_dict: {what} has numbers that are not finite; no step leaves such: load "
+            "an earlier state, or leave the parameter out to begin anew"
+        )
+    if what.endswith(".exp_avg_sq") and (value < 0).any():
+        raise ValueError(
+            f"load_state_dict: {what} has numbers below 0; it averages squares: load what "
+            "state_dict gave, or leave the parameter out to begin anew"
         )
 
 

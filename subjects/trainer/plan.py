@@ -13,6 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from subjects.token_ids import is_list, shown, whole_number
+from subjects.trainer import checks
 from subjects.trainer.architecture import Architecture
 from subjects.trainer.packing import PackedRows
 
@@ -77,14 +79,15 @@ def make_plan(policy: PlanPolicy, *, work: Tensor, cp: int) -> Plan:
 
     Raises:
         ValueError: an unknown name, or shards that don't hold each row exactly once.
+        TypeError: no policy, or shards that are no lists of rows.
     """
+    check_policy(policy)
     rows = len(work)
     if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(f"plan is {policy!r}; expected one of {', '.join(POLICIES)}")
         shards = POLICIES[policy](work, cp)
     elif callable(policy):
         shards = policy(work, cp)
+        check_shards("what the function given as plan returned", shards)
     else:
         shards = policy
     if len(shards) != cp:
@@ -96,6 +99,40 @@ def make_plan(policy: PlanPolicy, *, work: Tensor, cp: int) -> Plan:
         )
     tensors = tuple(torch.tensor(list(shard), dtype=torch.int64) for shard in shards)
     return Plan(tensors, tuple(float(work[shard].sum()) for shard in tensors))
+
+
+def check_policy(policy: object) -> None:
+    """Refuse what is no policy: no name, no function, no shards.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: something else, or shards that are no lists of rows.
+    """
+    if isinstance(policy, str):
+        checks.one_of("plan", policy, POLICIES)
+    elif not callable(policy):
+        check_shards("plan", policy)
+
+
+def check_shards(what: str, shards: object) -> None:
+    """Refuse what is no list of lists of rows.
+
+    Raises:
+        TypeError: with what came.
+    """
+    if not is_list(shards):
+        raise TypeError(
+            f"{what} is {shown(shards)}; expected a list of rows for each context-parallel rank, a "
+            f"function (work, cp) that returns one, or one of {', '.join(POLICIES)}"
+        )
+    for at, shard in enumerate(shards):
+        rows = shard.tolist() if isinstance(shard, Tensor) else shard
+        wrong = [one for one in rows if whole_number(one) is None] if is_list(rows) else [shard]
+        if wrong:
+            raise TypeError(
+                f"{what} has {shown(wrong[0])} in its shard {at}; expected a list of rows, each an "
+                "integer"
+            )
 
 
 def balanced(work: Tensor, cp: int) -> Shards:

@@ -13,7 +13,7 @@ from torch import Tensor
 from subjects.protocol import OptimizerOptions, OwnModule, Placement, RankContext, ReduceOp, Value
 from subjects.trainer import agreement, batches, build, forward, gradients, reductions, weights
 from subjects.trainer.architecture import Architecture
-from subjects.trainer.attention import ATTENTION_BLOCK, Exchange
+from subjects.trainer.attention import ATTENTION_BLOCK, GATHER_LIMIT, Exchange
 from subjects.trainer.build import Options
 from subjects.trainer.custom import CustomParts
 from subjects.trainer.head_rows import HEAD_ROWS
@@ -21,6 +21,7 @@ from subjects.trainer.logprobs import VocabularySlice
 from subjects.trainer.optimizer import Optimizer
 from subjects.trainer.packing import Sharing
 from subjects.trainer.plan import PlanPolicy
+from subjects.trainer.precision import outside_inference
 from subjects.trainer.reductions import Groups
 from subjects.trainer.slot_state import SlotSnapshot
 from subjects.trainer.slot_values import Factory
@@ -85,6 +86,7 @@ class TrainerRank:
         self.world = agreement.world(self.groups, self.device)
 
     @classmethod
+    @outside_inference
     def build(
         cls,
         checkpoint_dir: str | Path,
@@ -94,6 +96,7 @@ class TrainerRank:
         plan: PlanPolicy = "uneven",
         attention: Exchange = "auto",
         attention_block: int = ATTENTION_BLOCK,
+        gather_limit: int = GATHER_LIMIT,
         head_rows: int = HEAD_ROWS,
         check_losses: bool = True,
         memory_limit: int | None = None,
@@ -103,8 +106,9 @@ class TrainerRank:
 
         ``checkpoint_dir`` is a Qwen3 directory as ``save_pretrained`` writes it. Megatron's
         parallel state must exist for this topology. ``plan`` is a policy of ``make_plan``.
-        ``attention`` says how keys and values come to other ranks: ``"gather"``, ``"ring"``, or by
-        their size; ``attention_block`` rows are attended to at a time.
+        ``attention`` says how keys and values come to other ranks: ``"gather"``, ``"ring"``, or
+        ``"auto"``, which gathers up to ``gather_limit`` numbers of a layer and takes the ring
+        above. ``attention_block`` rows are attended to at a time.
         ``head_rows`` is how many rows the head computes logits of at a time. ``check_losses`` has
         every backward compare the losses of a batch's TP and CP ranks (two tiny collectives).
         ``memory_limit`` is how many bytes the head and the outputs of a forward may take: without
@@ -118,14 +122,16 @@ class TrainerRank:
             DisagreementError: a ValueError: ranks that pass different options or models, or some
                 that refuse theirs.
             ValueError: a model that is not supported, a topology that does not divide it, or
-                Megatron's parallel state missing or made for another one, or ``head_rows``,
-                ``memory_limit`` or ``layers`` that can't be.
+                Megatron's parallel state missing or made for another one, or an option that can't
+                be.
+            TypeError: an option of another type, or a directory that is no path.
         """
         options = Options(
             sharing=sharing,
             plan=plan,
             attention=attention,
             attention_block=attention_block,
+            gather_limit=gather_limit,
             head_rows=head_rows,
             check_losses=check_losses,
             memory_limit=memory_limit,
@@ -190,6 +196,7 @@ class TrainerRank:
         """The names of the LoRA slots that there are."""
         return self.slot_table.names
 
+    @outside_inference
     def add_slot(
         self,
         name: str,
@@ -215,6 +222,7 @@ class TrainerRank:
         """
         self.slot_table.add(name, rank=rank, alpha=alpha, targets=targets, factory=factory)
 
+    @outside_inference
     def load_slot(self, name: str, directory: str | Path) -> None:
         """Read a LoRA slot from PEFT's files, in place of any of this name.
 
@@ -246,6 +254,7 @@ class TrainerRank:
         """
         return self.slot_table.snapshot(name)
 
+    @outside_inference
     def restore_slot(self, name: str, snapshot: SlotSnapshot) -> None:
         """Set a slot's values to those of a snapshot, bit for bit; a collective of all ranks.
 
@@ -267,6 +276,7 @@ class TrainerRank:
         """
         self.slot_table.remove(name)
 
+    @outside_inference
     def module(
         self, name: str, factory: Callable[[], OwnModule], *, slot: str | None = None
     ) -> OwnModule:
@@ -285,6 +295,7 @@ class TrainerRank:
         """
         return self.custom.module(name, factory, slot=slot)
 
+    @outside_inference
     def parameter(
         self, name: str, factory: Callable[[], Tensor], *, slot: str | None = None
     ) -> torch.nn.Parameter:
@@ -294,6 +305,7 @@ class TrainerRank:
         """
         return self.custom.parameter(name, factory, slot=slot)
 
+    @outside_inference
     def buffer(
         self, name: str, factory: Callable[[], Tensor], *, slot: str | None = None
     ) -> Tensor:
@@ -337,6 +349,7 @@ class TrainerRank:
         """
         gradients.freeze(self, part)
 
+    @outside_inference
     def reduce_gradients(self) -> None:
         """Reduce all gradients over the ranks, in place and once; a collective of all ranks.
 
@@ -367,11 +380,12 @@ class TrainerRank:
         """Reduce a number or tensor over the data-parallel ranks alone; a collective of all ranks.
 
         ``op`` is sum, max or min. It divides by nothing: an average is a sum of values and a sum of
-        counts. The result carries no gradient.
+        counts. The result carries no gradient. A NaN on any rank gives NaN on all.
 
         Raises:
-            TypeError: not an int, a float or a tensor.
-            ValueError: an unknown operation.
+            TypeError: on every rank: not an int, a float or a tensor of a dtype that can be sent.
+            ValueError: on every rank: an unknown operation, or a sum of integers that their dtype
+                can't hold (64 bits for an int).
         """
         return reductions.dp_reduce(value, op, self.groups, device=self.device)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from subjects.trainer import allgather, blocks, collectives, masks, packing, plan, ring
+from subjects.trainer import allgather, attention, blocks, collectives, masks, packing, plan, ring
 from subjects.trainer.attention import AttentionRows, ContextParallelAttention
 from subjects.trainer.blocks import Partial
 from subjects.trainer.faults.fault import Fault
@@ -117,6 +117,10 @@ def _padding_left_in(value: Tensor, sizes: list[int], group: ProcessGroup) -> Te
 
 
 _all_gather_rows = collectives.all_gather_rows
+
+
+def _width_of_own_rows(keys_values: Tensor) -> int:
+    return keys_values[:1].numel()
 
 
 def _no_row_products(gradient: Tensor, out: Tensor) -> Tensor:  # noqa: ARG001
@@ -325,6 +329,14 @@ FAULTS: dict[str, Fault] = {
         catalogue=(70, 75, 84),
         params=_GATHER,
         topology="cp4",
+    ),
+    "a rank without rows gathers where others take the ring": Fault(
+        module=attention,
+        name="width_of",
+        function=_width_of_own_rows,
+        axis="cp",
+        case="test_attention.test_empty_shard_in_a_ring",
+        shows="raised: differ at collective",
     ),
     "backward of attention without the products of rows": Fault(
         module=blocks,
