@@ -46,7 +46,7 @@ _interleave_qkv = lora.interleave_qkv
 _slice_of = lora.slice_of
 _write = adapters.write
 _restore = Slots.restore
-_check_snapshot = slots.check_snapshot
+_check_snapshot = slot_state.check_snapshot
 _freeze = gradients.freeze
 
 
