@@ -18,6 +18,7 @@ from cases.material import (
     TOPOLOGIES,
     VOCABULARY,
     Request,
+    factors,
     requests,
     spread,
     weighted_loss,
@@ -129,6 +130,7 @@ def test_what_one_rank_alone_is_told_is_refused_by_all(rank: Rank, build: BuildT
     trainer = build()
     mine = rank.split(requests(rank))
     good = mine[0].ask(target_tokens=mine[0].targets)
+    trainer.add_slot("one", rank=2, targets=("q_proj",), factory=factors(rank, "one"))
     if replicas(rank) > 1:
         told: dict[str, Any] = {
             "top_k is 999": replace(good, top_k=999),
@@ -137,6 +139,7 @@ def test_what_one_rank_alone_is_told_is_refused_by_all(rank: Rank, build: BuildT
             "target_tokens is": replace(good, target_tokens=mine[0].targets.flip(0)),
             "top_k is None": replace(good, top_k=3),
             "no_grad is": replace(good, no_grad=True),
+            "slot is None on": replace(good, slot="one"),
         }
         for words, other in told.items():
             given = other if is_last(rank) else good
@@ -168,6 +171,9 @@ def test_what_one_rank_alone_is_told_is_refused_by_all(rank: Rank, build: BuildT
     if rank.world_size > 1:
         text = refused(rank, lambda: trainer.freeze("head" if rank.index else "base"))
         assert "part is 'base' on" in text, text
+        lr = 0.2 if rank.index else 0.1
+        text = refused(rank, lambda: trainer.optimizer("sgd", lr=lr))
+        assert "lr is 0.1 on" in text, text
         sequence = [good] * (2 if rank.index else 3)
         text = refused(rank, lambda: trainer.forward_micro_batches(sequence))
         assert "len(inputs) is 3 on" in text, text

@@ -307,7 +307,7 @@ def test_ranks_that_make_different_heads_are_refused(rank: Rank, build: BuildTra
     """On every rank, before anything is sent: nobody waits, and the name stays free.
 
     So is a head of which a rank has exchanged a parameter since, by the reduction and by a step
-    that finds gradients reduced.
+    that finds gradients reduced. A name that is taken is refused too.
     """
     trainer = build(sharing="full")
     if not rank.is_reference:
@@ -318,6 +318,8 @@ def test_ranks_that_make_different_heads_are_refused(rank: Rank, build: BuildTra
             assert "head" in str(refused.value), way
     head = trainer.module("head", lambda: _head(rank))
     if not rank.is_reference:
+        with pytest.raises(ValueError, match="the name 'head' is taken"):
+            trainer.buffer("head", lambda: torch.ones(1))
         registered = head.read.weight
         for use in (lambda: list(trainer.named_gradients()), trainer.optimizer("sgd", lr=0.1).step):
             if last:

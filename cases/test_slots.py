@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ _OPTIONS: dict[str, Any] = {
     "requires": [*AGAINST_ORACLE["requires"], "peft>=0.18"],  # type: ignore[misc]
 }
 pytestmark = pytest.mark.parity(*TOPOLOGIES, **_OPTIONS)
+_FEWER = pytest.mark.parity("dp2xcp2", "tp2xcp2", **_OPTIONS)
 _EITHER_SHARING = pytest.mark.parity(*TOPOLOGIES, **_OPTIONS, reference_ignores=["sharing"])
 
 # Odd ranks, of which none divides another; scales that no mistake makes equal.
@@ -190,10 +193,14 @@ def test_ranks_with_slots_of_their_own(rank: Rank, build: BuildTrainer, adapter:
 def test_head_of_tied_embeddings(
     rank: Rank, build: BuildTrainer, checkpoint: Callable[..., Path], adapter: Adapter
 ) -> None:
-    """An adapter of the head alone, where its matrix is the embeddings' and its vocabulary odd."""
+    """An adapter of the head alone, where its matrix is the embeddings' and its vocabulary odd.
+
+    That matrix is the decoder's: freezing the head leaves it as it was.
+    """
     checkpoint("tiny", tied=True)
     trainer = build(tied=True)
     _load(trainer, adapter, "head")
+    trainer.freeze("head")
     for request in rank.split(requests(rank)):
         output = trainer.forward(
             request.ask(target_tokens=request.targets, top_k=4, logits=True, slot="head")
@@ -233,7 +240,8 @@ def test_slots_on_all_axes(rank: Rank, build: BuildTrainer, adapter: Adapter) ->
 def test_added_slot(rank: Rank, build: BuildTrainer) -> None:
     """A fresh slot changes nothing while its B is zero, and then learns in B alone.
 
-    The factory runs on the first rank, and every rank gets its slice of what it gave there.
+    Without a factory A is drawn within 1 / sqrt(in). The factory runs on the first rank, and every
+    rank gets its slice of what it gave there.
     """
     trainer = build()
 
@@ -246,6 +254,11 @@ def test_added_slot(rank: Rank, build: BuildTrainer) -> None:
     trainer.add_slot("new", rank=3, alpha=5.0, targets=("v_proj", "down_proj"), factory=factory)
     trainer.add_slot("drawn", rank=2)
     assert trainer.slots == ("new", "drawn")
+    for name, parameter, _ in trainer.named_parameters():
+        if name.startswith("drawn/") and name.endswith("q_proj.lora_A"):
+            bound, a = parameter.shape[1] ** -0.5, parameter.detach().abs()
+            limits = {"within": bool(a.max() <= bound), "spread": bool(a.std() > bound / 8)}
+            rank.observe(f"{name}.limits", limits)
     for request in rank.split(requests(rank)):
         bare = trainer.forward(request.ask(hidden_states=True, no_grad=True)).hidden_states
         for slot in trainer.slots:
@@ -265,12 +278,15 @@ def test_added_slot(rank: Rank, build: BuildTrainer) -> None:
 def test_load_change_and_restore(rank: Rank, build: BuildTrainer, adapter: Adapter) -> None:
     """A snapshot is a copy: it comes back bit for bit after the slot was changed in place.
 
-    What the slot owns besides is parted with, and ranks that were given other values are refused.
+    What the slot owns besides is parted with. Refused are ranks that were given other values, a
+    backward that comes after the change, and a snapshot of a slot with another alpha.
     """
     trainer = build(sharing="full")
     _load(trainer, adapter, "wide", "narrow")
     owned = trainer.buffer("owned", lambda: torch.ones(3), slot="wide")
     snapshot = trainer.snapshot_slot("wide")
+    late = trainer.forward(requests(rank)[0].ask(hidden_states=True, slot="wide")).hidden_states
+    assert late is not None
     with torch.no_grad():
         for _, parameter, _ in trainer.named_parameters():
             parameter.mul_(-0.75)
@@ -287,6 +303,13 @@ def test_load_change_and_restore(rank: Rank, build: BuildTrainer, adapter: Adapt
         values = {name: value + last for name, value in snapshot.values.items()}
         with pytest.raises(ValueError, match="different things"):
             trainer.restore_slot("wide", replace(snapshot, values=values))
+        with pytest.raises(RuntimeError, match="of slot 'wide' was changed in place"):
+            late.sum().backward()
+        # Two files of one configuration.
+        files = [adapter("wide", **ADAPTERS["wide"]), rank.case_dir / f"own-{rank.topology.name}"]
+        trainer.save_slot("wide", files[1])
+        with pytest.raises(ValueError, match="contents is"):
+            trainer.load_slot("wide", files[last])
     trainer.restore_slot("wide", snapshot)
     if not rank.is_reference:
         with pytest.raises(RuntimeError, match="was used after"):
@@ -297,10 +320,39 @@ def test_load_change_and_restore(rank: Rank, build: BuildTrainer, adapter: Adapt
             rank.observe(f"restored.{name}", parameter.detach(), shard=shard, exact=True)
     run("restored")
     trainer.load_slot("narrow", adapter("twin", **ADAPTERS["twin"]))
+    if not rank.is_reference:
+        with pytest.raises(ValueError, match="the snapshot is of"):
+            trainer.restore_slot("narrow", snapshot)
     run("replaced")
     trainer.remove_slot("wide")
     assert trainer.slots == ("narrow",)
     run("removed")
+
+
+@_FEWER
+def test_gradients_and_moments_of_a_slot(rank: Rank, build: BuildTrainer, adapter: Adapter) -> None:
+    """A slot that is restored keeps both, one that is loaded anew has neither.
+
+    The optimizer forgets the one before at its next step.
+    """
+    trainer = build(sharing="full")
+    _load(trainer, adapter, "wide", "twin")
+    optimizer = trainer.optimizer("sgd", lr=0.01, momentum=0.7)
+    for request in rank.split(requests(rank)):
+        for slot in trainer.slots:
+            _loss(_scored(trainer, request, slot), request).backward()
+    optimizer.step()
+    trainer.restore_slot("wide", trainer.snapshot_slot("wide"))
+    factor = "twin/model.layers.0.self_attn.q_proj.lora_A"
+    before = ref({name: value for name, value, _ in trainer.named_parameters()}[factor])
+    _load(trainer, adapter, "twin")
+    rank.observe_gradients(_of_slots(trainer))
+    for name, moment, placement in optimizer.moments():
+        rank.observe(f"moment.{name}", moment, **placement)  # type: ignore[arg-type]
+    optimizer.step()
+    # PEFT may keep what it likes; of the trainer nothing holds the parameters that are gone.
+    gc.collect()
+    rank.observe("lives_on", before() is not None and not rank.is_reference)
 
 
 def test_saved_files(rank: Rank, build: BuildTrainer, adapter: Adapter) -> None:

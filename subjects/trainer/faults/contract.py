@@ -37,6 +37,7 @@ _RULES = "test_rules.test_rule_table"
 _agree = agreement.agree
 _refused_text = agreement.refused_text
 _nested_facts = batches.nested_facts
+_request_facts = facts.request_facts
 _watch = losses.watch
 _reduce_once = gradients.reduce_once
 _check = forward.check
@@ -100,6 +101,12 @@ def _no_facts(value: object, op: object) -> dict[str, Fact]:
 def _nothing_told(told: object) -> dict[str, Fact]:
     del told
     return {}
+
+
+def _slots_left_out(request: ForwardInput, *, prefix: str = "") -> dict[str, Fact]:
+    found = _request_facts(request, prefix=prefix)
+    del found[f"{prefix}slot"]
+    return found
 
 
 def _own_left_out(gradients: Mapping[str, Tensor | None], everyone: Circle) -> None:
@@ -271,6 +278,14 @@ FAULTS: dict[str, Fault] = {
         module=agreement,
         name="same_rows",
         function=_always_same,
+        axis="cp",
+        case=_ONE_RANK,
+        shows="raised: DID NOT RAISE",
+    ),
+    "slots of requests are not compared": Fault(
+        module=batches,
+        name="request_facts",
+        function=_slots_left_out,
         axis="cp",
         case=_ONE_RANK,
         shows="raised: DID NOT RAISE",

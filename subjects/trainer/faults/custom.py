@@ -25,6 +25,10 @@ _retire = CustomParts.retire
 _part_with = Slots._part_with
 
 
+def _always_free(self: CustomParts, what: str, names: Collection[str]) -> None:
+    del self, what, names
+
+
 def _own_values(value: Tensor, groups: Groups) -> Tensor:  # noqa: ARG001
     return value
 
@@ -291,6 +295,14 @@ FAULTS: dict[str, Fault] = {
         _not_looked_at,
         CustomParts,
         "check_modules",
+        axis="any",
+        case="test_custom.test_ranks_that_make_different_heads_are_refused",
+        shows="raised: DID NOT RAISE",
+    ),
+    "a name that is taken is given again": _fault(
+        _always_free,
+        CustomParts,
+        "_check_free",
         axis="any",
         case="test_custom.test_ranks_that_make_different_heads_are_refused",
         shows="raised: DID NOT RAISE",

@@ -170,6 +170,12 @@ def _first_alone(self: Optimizer, slots: Mapping[str, Sequence[Named]]) -> None:
         _follow(self, slots)
 
 
+def _nothing_dropped(self: Optimizer, slots: Mapping[str, Sequence[Named]]) -> None:
+    before = dict(self._torch.state)
+    _follow(self, slots)
+    self._torch.state.update(before)
+
+
 def _state_lost(self: Optimizer, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     del self, state
 
@@ -376,6 +382,21 @@ FAULTS: dict[str, Fault] = {
         axis="any",
         case="test_optimizer.test_sgd_with_momentum",
         shows="raised: DID NOT RAISE",
+    ),
+    "ranks step by other options each": _fault(
+        _no_values,
+        "_fact",
+        axis="cp",
+        case="test_contract.test_what_one_rank_alone_is_told_is_refused_by_all",
+        shows="raised: DID NOT RAISE",
+    ),
+    "moments of what is gone are kept": _fault(
+        _nothing_dropped,
+        "_follow",
+        of=Optimizer,
+        axis="any",
+        case="test_slots.test_gradients_and_moments_of_a_slot",
+        shows="lives_on",
     ),
     "what is registered later is not stepped": _fault(
         _first_alone,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from subjects.trainer import (
     adapters,
     agreement,
     collectives,
+    gradients,
     lora,
     slot_state,
     slot_values,
@@ -28,7 +29,8 @@ from subjects.trainer.faults.fault import Fault
 from subjects.trainer.lora import Factor
 from subjects.trainer.rank import TrainerRank
 from subjects.trainer.reductions import Groups
-from subjects.trainer.slot_state import Slot
+from subjects.trainer.slot_state import Slot, SlotSnapshot
+from subjects.trainer.slot_values import Initial
 from subjects.trainer.slots import Slots
 
 Part = tuple[int, int]
@@ -43,6 +45,9 @@ _project_down = lora.project_down
 _interleave_qkv = lora.interleave_qkv
 _slice_of = lora.slice_of
 _write = adapters.write
+_restore = Slots.restore
+_check_snapshot = slot_state.check_snapshot
+_freeze = gradients.freeze
 
 
 def _never_summed(_: Factor) -> bool:
@@ -201,6 +206,62 @@ def _kept(
 ) -> None:
     if name not in self.names:
         _put(self, name, config, factors, values)
+
+
+def _kept_in_place(
+    self: Slots,
+    name: str,
+    config: AdapterConfig,
+    factors: Mapping[str, Factor],
+    values: Mapping[str, Tensor],
+) -> None:
+    """A slot of the same configuration has its new values in the parameters that it had."""
+    there = self._slots.get(name)
+    _put(self, name, config, factors, values)
+    if there is not None and there.config == config:
+        with torch.no_grad():
+            for factor, value in there.values.items():
+                value.copy_(values[factor])
+        self._slots[name] = replace(self._slots[name], values=there.values)
+
+
+def _gradients_dropped(self: Slots, name: str, snapshot: SlotSnapshot) -> None:
+    _restore(self, name, snapshot)
+    for value in self._slots[name].values.values():
+        value.grad = None
+
+
+def _in_new_parameters(self: Slots, name: str, snapshot: SlotSnapshot) -> None:
+    _restore(self, name, snapshot)
+    there = self._slots[name]
+    values = {factor: self._owned(value) for factor, value in there.values.items()}
+    for factor, value in values.items():
+        value.grad = there.values[factor].grad
+    self._slots[name] = replace(there, values=values)
+
+
+def _shapes_alone(snapshot: SlotSnapshot, name: str, slot: Slot) -> None:
+    _check_snapshot(replace(snapshot, config=slot.config), name, slot)
+
+
+def _gone_alone(slot: Slot) -> Callable[[], str]:
+    return lambda: slot.owner.gone
+
+
+def _all_zero(self: Initial, name: str, shape: tuple[int, ...]) -> Tensor:
+    del self, name
+    return torch.zeros(shape)
+
+
+def _no_contents(self: AdapterFile) -> str:
+    del self
+    return ""
+
+
+def _frozen_with_its_head(trainer: TrainerRank, part: str) -> None:
+    _freeze(trainer, part)
+    if part == "head" and trainer.architecture.tied:
+        trainer.model.embedding.word_embeddings.weight.requires_grad_(False)
 
 
 def _model_zeroed(self: TrainerRank) -> None:
@@ -442,6 +503,58 @@ FAULTS: dict[str, Fault] = {
         _no_values,
         "test_load_change_and_restore",
         "raised: DID NOT RAISE",
+    ),
+    "ranks load other files each": _fault(
+        AdapterFile,
+        "digest",
+        _no_contents,
+        "test_load_change_and_restore",
+        "raised: DID NOT RAISE",
+    ),
+    "a snapshot of another alpha is restored": _fault(
+        slots,
+        "check_snapshot",
+        _shapes_alone,
+        "test_load_change_and_restore",
+        "raised: DID NOT RAISE",
+    ),
+    "a slot that was changed is not told": _fault(
+        slots,
+        "changes_of",
+        _gone_alone,
+        "test_load_change_and_restore",
+        "raised: was changed in place",
+    ),
+    "a restored slot loses its gradients": _fault(
+        Slots,
+        "restore",
+        _gradients_dropped,
+        "test_gradients_and_moments_of_a_slot",
+        "grad.wide/*",
+    ),
+    "a restored slot loses its moments": _fault(
+        Slots,
+        "restore",
+        _in_new_parameters,
+        "test_gradients_and_moments_of_a_slot",
+        "moment.wide/*",
+    ),
+    "a replaced slot keeps its gradients and moments": _fault(
+        Slots,
+        "_put",
+        _kept_in_place,
+        "test_gradients_and_moments_of_a_slot",
+        "moment.twin/*",
+    ),
+    "a new slot begins with zeros alone": _fault(
+        Initial, "__call__", _all_zero, "test_added_slot", "drawn/*.limits.spread"
+    ),
+    "freezing a tied head freezes the embeddings": _fault(
+        gradients,
+        "freeze",
+        _frozen_with_its_head,
+        "test_head_of_tied_embeddings",
+        "grad.model.embed_tokens.weight",
     ),
     "alpha is saved as a whole number": _fault(
         adapters, "write", _whole_alpha, "test_saved_files", "narrow.config*"
