@@ -34,6 +34,7 @@ ELEMENTS = 64
 # Cases of which nothing that is observed has so many elements.
 SHORT = {
     "test_heads.test_what_does_not_fit_is_refused",
+    "test_heads.test_the_least_memory_is_told_to_all",
     "test_micro_batches.test_waves_run_when_they_are_asked_for",
     "test_metrics.test_metrics_over_data_parallel_ranks",
     "test_outputs.test_target_logprobs",

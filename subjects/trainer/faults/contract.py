@@ -320,7 +320,7 @@ FAULTS: dict[str, Fault] = {
         function=_no_facts,
         axis="dp",
         case=_ONE_RANK,
-        shows="raised: DID NOT RAISE",
+        shows="raised: differ at collective",
     ),
     "ranks that make different calls are not told": Fault(
         module=agreement,
