@@ -69,13 +69,14 @@ def test_deep_prefix_trees(rank: Rank, build: BuildTrainer) -> None:
     _observe_step(rank, trainer, [_tree(rank, "wide", 4), _tree(rank, "narrow", 2)])
 
 
-@parity
-def test_empty_shard_in_a_ring(rank: Rank, build: BuildTrainer) -> None:
+@exchanged
+@pytest.mark.parametrize("attention", ["ring", "auto"])
+def test_empty_shard_in_a_ring(rank: Rank, build: BuildTrainer, attention: str) -> None:
     """A rank without rows takes the ring as others do, and passes on what it holds.
 
     So it does with the gradients that come with it.
     """
-    options = {"attention": "auto", "gather_limit": 0, "attention_block": BLOCK}
+    options = {"attention": attention, "gather_limit": 0, "attention_block": BLOCK}
     trainer = build(sharing="full", plan=_first_is_empty, only=options)
     _observe_step(rank, trainer, requests(rank))
 

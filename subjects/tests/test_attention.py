@@ -241,21 +241,39 @@ def test_the_width_of_no_rows_is_that_of_any(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "error", "words"),
     [
-        ({"exchange": "rings"}, "attention is 'rings'; expected one of auto, gather, ring"),
-        ({"exchange": None}, "attention is None; expected one of"),
-        ({"block": 0}, "attention_block is 0; expected at least one row"),
-        ({"block": "x"}, "attention_block is 'x'; expected at least one row, an integer from 1"),
-        ({"block": 2.5}, "attention_block is 2.5; expected at least one row"),
-        ({"block": True}, "attention_block is True; expected at least one row"),
-        ({"block": 10**400}, "attention_block is an integer of 1329 bits; expected"),
-        ({"gather_limit": -1}, "gather_limit is -1; expected a number of keys and values"),
-        ({"gather_limit": None}, "gather_limit is None; expected a number of keys and values"),
+        (
+            {"exchange": "rings"},
+            ValueError,
+            "attention is 'rings'; expected one of auto, gather, ring",
+        ),
+        ({"exchange": None}, ValueError, "attention is None; expected one of"),
+        ({"block": 0}, ValueError, "attention_block is 0; expected at least one row"),
+        (
+            {"block": "x"},
+            TypeError,
+            "attention_block is 'x'; expected at least one row, an integer from 1",
+        ),
+        ({"block": 2.5}, TypeError, "attention_block is 2.5; expected at least one row"),
+        ({"block": True}, TypeError, "attention_block is True; expected at least one row"),
+        ({"block": 10**400}, ValueError, "attention_block is an integer of 1329 bits; expected"),
+        (
+            {"gather_limit": -1},
+            ValueError,
+            "gather_limit is -1; expected a number of keys and values",
+        ),
+        (
+            {"gather_limit": None},
+            TypeError,
+            "gather_limit is None; expected a number of keys and values",
+        ),
     ],
 )
-def test_options_that_can_not_be(options: dict[str, Any], words: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
+def test_options_that_can_not_be(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
         AttentionOptions(**options)
 
 

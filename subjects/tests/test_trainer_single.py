@@ -167,27 +167,36 @@ def test_what_a_trainer_refuses(trainer: TrainerRank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "error", "words"),
     [
-        ({"sharing": "foo"}, "sharing is 'foo'; expected one of none, full"),
-        ({"plan": 5}, "plan is 5; expected a list of rows"),
-        ({"plan": None}, "plan is None; expected a list of rows"),
-        ({"plan": "zigzag"}, "plan is 'zigzag'; expected one of balanced, runs"),
-        ({"plan": [0, 1]}, "plan has 0 in its shard 0"),
-        ({"attention_block": "x"}, "attention_block is 'x'; expected at least one row"),
-        ({"head_rows": True}, "head_rows is True; expected how many rows"),
-        ({"memory_limit": True}, "memory_limit is True; expected a number of bytes, or None"),
-        ({"memory_limit": -1}, "memory_limit is -1; expected a number of bytes, or None"),
+        ({"sharing": "foo"}, ValueError, "sharing is 'foo'; expected one of none, full"),
+        ({"plan": 5}, TypeError, "plan is 5; expected a list of rows"),
+        ({"plan": None}, TypeError, "plan is None; expected a list of rows"),
+        ({"plan": "zigzag"}, ValueError, "plan is 'zigzag'; expected one of balanced, runs"),
+        ({"plan": [0, 1]}, TypeError, "plan has 0 in its shard 0"),
+        ({"attention_block": "x"}, TypeError, "attention_block is 'x'; expected at least one row"),
+        ({"head_rows": True}, TypeError, "head_rows is True; expected how many rows"),
+        (
+            {"memory_limit": True},
+            TypeError,
+            "memory_limit is True; expected a number of bytes, or None",
+        ),
+        (
+            {"memory_limit": -1},
+            ValueError,
+            "memory_limit is -1; expected a number of bytes, or None",
+        ),
         (
             {"memory_limit": 2**63},
+            ValueError,
             "memory_limit is 9223372036854775808; expected a number of bytes",
         ),
-        ({"check_losses": "no"}, "check_losses is 'no'; expected True or False"),
-        ({"layers": "1"}, "layers is '1'; expected how many of the first layers"),
-        ({"layers": 1.5}, "layers is 1.5; expected how many of the first layers"),
-        ({"layers": True}, "layers is True; expected how many of the first layers"),
-        ({"layers": 9}, "layers is 9; expected 1 to 2, which"),
-        ({"checkpoint_dir": 5}, "directory is 5; expected the path of a directory"),
+        ({"check_losses": "no"}, TypeError, "check_losses is 'no'; expected True or False"),
+        ({"layers": "1"}, TypeError, "layers is '1'; expected how many of the first layers"),
+        ({"layers": 1.5}, TypeError, "layers is 1.5; expected how many of the first layers"),
+        ({"layers": True}, TypeError, "layers is True; expected how many of the first layers"),
+        ({"layers": 9}, ValueError, "layers is 9; expected 1 to 2, which"),
+        ({"checkpoint_dir": 5}, TypeError, "directory is 5; expected the path of a directory"),
     ],
 )
 def test_options_are_refused_before_the_model_is_built(
@@ -195,10 +204,11 @@ def test_options_are_refused_before_the_model_is_built(
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
+    error: type[Exception],
     words: str,
 ) -> None:
     monkeypatch.delattr("subjects.trainer.build.build_model")
-    with pytest.raises((ValueError, TypeError), match=words):
+    with pytest.raises(error, match=words):
         TrainerRank.build(**{"checkpoint_dir": checkpoint, "rank": alone, **options})
 
 
