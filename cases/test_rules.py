@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,13 @@ def test_rule_table(rank: Rank, build: BuildTrainer) -> None:
     rank.observe("count is an int", int(isinstance(count, int)))
     large = trainer.dp_reduce((1 << 56) + mine) - (1 << 56) * rank.size("dp")
     rank.observe("a count that no float holds", large - int(rule["metric"]) + 5)
+    low = trainer.dp_reduce(2**32 - 1) - (2**32 - 1) * rank.size("dp")
+    rank.observe("a count that carries", low + 5)
     rank.observe("max", trainer.dp_reduce(pattern.abs() * mine, "max") / rule["max"])
     rank.observe("min", trainer.dp_reduce(0.375 * mine, "min") / rule["min"])
     rank.observe("max of counts", trainer.dp_reduce(mine, "max") - int(rule["max"]) + 5)
+    at, last = rank.coordinates["dp"], rank.size("dp") - 1
+    for which, bad in (("first", at == 0), ("last", at == last)):
+        value = math.nan if bad else 1.0
+        lost = [op for op in ("max", "min") if not math.isnan(trainer.dp_reduce(value, op))]
+        rank.observe(f"operations that pass on the NaN of the {which} rank", 2 - len(lost))

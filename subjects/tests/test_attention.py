@@ -233,6 +233,8 @@ def test_the_exchange_is_chosen_by_size() -> None:
     assert attention.choose("auto", rows=32_769, width=width) is ring
     assert attention.choose("gather", rows=10**9, width=width) is allgather
     assert attention.choose("ring", rows=1, width=width) is ring
+    assert attention.choose("auto", rows=1, width=1, limit=0) is ring
+    assert attention.choose("auto", rows=0, width=1, limit=0) is allgather
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])

@@ -127,6 +127,25 @@ def test_requests_run_in_the_order_in_which_they_are_compared() -> None:
     ]
 
 
+def test_a_nesting_without_an_end_is_refused_by_its_path() -> None:
+    inner: list[Any] = [request(1)]
+    inner.append({"a": inner})
+    with pytest.raises(TypeError, match=r"^inputs\[0\]\[1\]\['a'\] is a container that it lies in"):
+        list(batches.requests_in([inner]))
+    deep: Any = request(1)
+    for _ in range(batches.DEEPEST):
+        deep = [deep]
+    assert len(list(batches.requests_in(deep))) == 1
+    with pytest.raises(TypeError, match="inputs is nested more than 50 deep"):
+        list(batches.requests_in([deep]))
+    # The same container in two places is no circle.
+    shared = [request(1)]
+    assert [path for path, _ in batches.requests_in([shared, shared])] == [
+        "inputs[0][0]",
+        "inputs[1][0]",
+    ]
+
+
 def test_facts_of_a_nesting_have_paths_and_errors_too() -> None:
     def refuse(asked: ForwardInput) -> None:
         if asked.top_k is not None:

@@ -100,13 +100,22 @@ def test_names_that_could_not_be_part_of_a_gradients_are_refused(
         ({"targets": ()}, "at least one"),
         ({"targets": ("q_proj", "q_proj")}, "each once"),
         ({"targets": ("embed_tokens",)}, "unknown"),
-        ({"targets": "q_proj", "factory": lambda *_: torch.ones(2, 2)}, r"returned shape \[2, 2\]"),
+        ({"targets": "q_proj"}, "targets is 'q_proj'; expected a list or tuple of some of q_proj"),
+        ({"factory": lambda *_: torch.ones(2, 2)}, r"returned shape \[2, 2\] for .*; expected"),
         ({"targets": None}, "targets is None; expected a list or tuple of some of q_proj"),
         ({"targets": (one for one in TARGETS)}, "targets is of type generator; expected a list"),
         ({"factory": 5}, r"factory is 5; expected a function \(name, shape\) -> tensor, or None"),
         ({"factory": list}, r"lora_A: list expected .* expected a function \(name, shape\)"),
         ({"factory": lambda: None}, r"lora_A: .*takes 0 .* expected a function \(name, shape\)"),
         ({"factory": lambda *_: [1.0]}, r"factory returned \[1\.0\] for .*lora_A; expected a func"),
+        (
+            {"factory": lambda _, s: torch.ones(s) * 1j},
+            "lora_A has dtype torch.complex64; expected",
+        ),
+        ({"factory": lambda _, s: torch.ones(s).to_sparse()}, "lora_A lies on cpu as torch.sparse"),
+        ({"factory": lambda _, s: torch.ones(s, device="meta")}, "lora_A lies on meta as"),
+        ({"rank": 10**13}, r"no memory on cpu for its factors, [\d,]+ elements of torch\.float64"),
+        ({"rank": 2**62}, r"no memory on cpu for its factors, [\d,]+ elements of torch\.float64"),
     ],
 )
 def test_slots_that_can_not_be_are_refused(
@@ -138,12 +147,16 @@ def test_what_is_no_slot_snapshot_or_directory_is_told(
     assert trainer.slots == ("a",)
 
 
-def test_a_factorys_own_error_comes_through(trainer: TrainerRank) -> None:
+def test_a_factorys_own_error_is_the_cause(trainer: TrainerRank) -> None:
     def factory(name: str, shape: tuple[int, ...]) -> Tensor:
         raise KeyError(name)
 
-    with pytest.raises(KeyError, match=r"layers\.0\.self_attn\.q_proj\.lora_A"):
+    with pytest.raises(
+        ValueError, match=r"^slot 'a': the factory failed on .*lora_A: KeyError"
+    ) as e:
         trainer.add_slot("a", factory=factory)
+    assert isinstance(e.value.__cause__, ValueError)
+    assert isinstance(e.value.__cause__.__cause__, KeyError)
 
 
 def test_what_is_made_in_inference_mode_is_trained_outside(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("transformers")
 from oracles.checkpoints import tiny_checkpoint
 from oracles.transformers_oracle import TransformersTrainer
 from subjects.tests import scenario
-from subjects.trainer import ForwardInput, TrainerRank
+from subjects.trainer import ForwardInput, TrainerRank, allgather, ring
 from subjects.trainer.packing import Sharing
 
 
@@ -42,6 +43,40 @@ def test_outputs_and_gradients_are_those_of_transformers(
     )
     assert found.keys() == expected.keys()
     assert max(found.values()) < 1e-13, found
+
+
+@pytest.mark.parametrize(
+    ("limit", "taken"), [(0, "ring"), (10**6, "allgather"), (None, "allgather")]
+)
+def test_keys_and_values_come_the_way_that_the_limit_says(
+    alone: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, taken: str
+) -> None:
+    """Values are the same either way, so that no comparison can tell."""
+    ways: list[str] = []
+    for module in (allgather, ring):
+
+        def noted(
+            *args: Any, module: ModuleType = module, forward: Any = module.forward, **kw: Any
+        ) -> Any:
+            ways.append(module.__name__.rpartition(".")[2])
+            return forward(*args, **kw)
+
+        monkeypatch.setattr(module, "forward", noted)
+    given: dict[str, Any] = {} if limit is None else {"gather_limit": limit}
+    trainer = TrainerRank.build(checkpoint, alone, **given)
+    trainer.forward(ForwardInput([1, 2, 3], hidden_states=True))
+    assert set(ways) == {taken}
+
+
+def test_a_reduction_of_no_gradients_is_one(trainer: TrainerRank) -> None:
+    for _, parameter, _ in trainer.named_parameters():
+        parameter.requires_grad_(False)
+    trainer.reduce_gradients()
+    request = ForwardInput([1, 2], hidden_states=True)
+    with pytest.raises(ValueError, match="the gradients have been reduced over the ranks"):
+        trainer.forward(request)
+    trainer.zero_gradients()
+    trainer.forward(request)
 
 
 def test_sharing_computes_fewer_rows_and_gives_the_same(alone: Any, checkpoint: Path) -> None:

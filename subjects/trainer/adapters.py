@@ -82,10 +82,8 @@ def adapter_config(
         raise ValueError(f"rank is {shown(rank)}; expected an integer of at least 1")
     if not checks.is_number(alpha) or not abs(alpha) <= sys.float_info.max:
         raise ValueError(f"alpha is {shown(alpha)}; expected a finite number")
-    if isinstance(targets, str):
-        # PEFT's pattern over the names of modules: taken apart it would be letters.
-        targets = (targets,)
-    if isinstance(targets, Mapping) or not isinstance(targets, Collection):
+    if isinstance(targets, str | Mapping) or not isinstance(targets, Collection):
+        # To PEFT a text is a pattern over the names of modules.
         raise TypeError(
             f"targets is {shown(targets)}; expected a list or tuple of some of {', '.join(TARGETS)}"
         )

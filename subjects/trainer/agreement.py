@@ -124,6 +124,35 @@ def agree(call: str, facts: Callable[[], Mapping[str, Fact]], circle: Circle) ->
     raise DisagreementError(differing_text(call, [note["facts"] for note in notes], circle))
 
 
+def lead(call: str, work: Callable[[], None], circle: Circle) -> None:
+    """What the first rank does for all of ``circle``, before any goes on; a collective.
+
+    Raises:
+        TypeError, ValueError: on every rank, in the same words: what ``work`` raised on the first;
+            other errors than these two come as a ValueError with their name.
+    """
+    refusal: Exception | None = None
+    if all(group.rank() == 0 for _, group in circle.axes):
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told and then raised
+            refusal = error
+    row = torch.tensor([int(refusal is not None)], dtype=torch.int64)
+    if not exchange(call, row, circle)[:, 0].any():
+        return
+    told = {"type": isinstance(refusal, TypeError), "text": _in_words(refusal)}
+    first = share_notes(told, circle)[0]
+    alone = len(circle.ranks) == 1
+    by = "" if alone else f"{call} failed on the first rank, which does it for all: "
+    raise (TypeError if first["type"] else ValueError)(f"{by}{first['text']}") from refusal
+
+
+def _in_words(error: Exception | None) -> str:
+    """An error that is raised again as a TypeError or a ValueError."""
+    named = isinstance(error, TypeError | ValueError)
+    return str(error) if named else f"{type(error).__name__}: {error}"
+
+
 def agree_on_values(
     call: str,
     facts: Callable[[], Mapping[str, Fact]],

@@ -55,20 +55,32 @@ def run(nested: Nested, forward: Forward) -> Any:
     return answered
 
 
-def requests_in(nested: object, path: str = "inputs") -> Iterator[tuple[str, ForwardInput]]:
+DEEPEST = 50
+"""Containers within containers: far below where Python itself gives up."""
+
+
+def requests_in(
+    nested: object, path: str = "inputs", inside: tuple[int, ...] = ()
+) -> Iterator[tuple[str, ForwardInput]]:
     """Each request with the path to it, in the order in which they run.
 
+    ``inside`` are the identities of the containers around this one.
+
     Raises:
-        TypeError: something that is neither a request nor a list, tuple or dict; with its path.
+        TypeError: something that is neither a request nor a list, tuple or dict, with its path; or
+            a container that holds itself, or more than ``DEEPEST`` within one another.
     """
     if isinstance(nested, ForwardInput):
         yield path, nested
-    elif isinstance(nested, list | tuple):
-        for at, one in enumerate(nested):
-            yield from requests_in(one, f"{path}[{at}]")
-    elif isinstance(nested, dict):
-        for key, one in nested.items():
-            yield from requests_in(one, f"{path}[{key!r}]")
+    elif isinstance(nested, list | tuple | dict):
+        if id(nested) in inside:
+            raise TypeError(f"{path} is a container that it lies in itself; expected a finite tree")
+        if len(inside) == DEEPEST:
+            raise TypeError(f"inputs is nested more than {DEEPEST} deep; expected a flatter tree")
+        around = (*inside, id(nested))
+        named = nested.items() if isinstance(nested, dict) else enumerate(nested)
+        for key, one in named:
+            yield from requests_in(one, f"{path}[{key!r}]", around)
     else:
         raise TypeError(
             f"{path} is of type {type(nested).__name__}; expected a ForwardInput, or a list, tuple "

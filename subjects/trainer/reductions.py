@@ -138,8 +138,8 @@ def reduced_integers(value: Tensor, op: ReduceOp, group: ProcessGroup, kind: tor
     """
     if op != "sum":
         return collectives.all_reduce(value, group, op=op).to(kind)
-    halves = collectives.all_reduce(torch.stack((value >> 32, value & _LOW)), group)
-    high, low = halves[0] + (halves[1] >> 32), halves[1] & _LOW
+    halves = collectives.all_reduce(torch.stack((value >> 32, value & LOW)), group)
+    high, low = halves[0] + (halves[1] >> 32), halves[1] & LOW
     total, limits = high * 2**32 + low, torch.iinfo(kind)
     wrong = (high < -(2**31)) | (high >= 2**31) | (total < limits.min) | (total > limits.max)
     if wrong.any():
@@ -150,7 +150,7 @@ def reduced_integers(value: Tensor, op: ReduceOp, group: ProcessGroup, kind: tor
     return total.to(kind)
 
 
-_LOW = 2**32 - 1
+LOW = 2**32 - 1
 
 
 def carried(value: Value, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subjects.token_ids import shown
-from subjects.trainer import adapters, lora
+from subjects.trainer import adapters, lora, structure
 from subjects.trainer.adapters import AdapterConfig, AdapterFile
 from subjects.trainer.architecture import Architecture
 from subjects.trainer.lora import Factor
@@ -37,30 +37,43 @@ def factors_of(config: AdapterConfig, architecture: Architecture) -> dict[str, F
     return {one.name: one for one in lora.factors(config, architecture)}
 
 
-def drawn(
-    slot: str,
-    factors: Iterable[Factor],
-    factory: Factory | None,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
+def room(
+    slot: str, factors: Iterable[Factor], *, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """The whole factors of a new slot, end to end, from ``factory`` or as PEFT begins.
+    """Memory for the whole factors of a slot, end to end.
 
     Raises:
-        TypeError, ValueError: what a factory can't do, or gives in another shape.
+        ValueError: there is none, with how much they take.
+    """
+    elements = sum(factor.shape[0] * factor.shape[1] for factor in factors)
+    try:
+        return torch.empty(elements, dtype=dtype, device=device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"slot {slot!r}: no memory on {device} for its factors, {elements:,} elements of "
+            f"{dtype}; expected a smaller rank, or fewer targets"
+        ) from error
+
+
+def pieces(flat: Tensor, factors: Iterable[Factor]) -> list[Tensor]:
+    """Views of each factor in its shape, of all of them end to end."""
+    shapes = [factor.shape for factor in factors]
+    split = flat.split([rows * columns for rows, columns in shapes])
+    return [piece.view(shape) for piece, shape in zip(split, shapes, strict=True)]
+
+
+def draw(
+    pieces: Iterable[Tensor], slot: str, factors: Iterable[Factor], factory: Factory | None
+) -> None:
+    """Fill the ``pieces`` of a new slot from ``factory``, or as PEFT begins.
+
+    Raises:
+        TypeError, ValueError: what a factory can't do, or gives in another form.
     """
     make = factory or Initial(slot)
-    pieces = []
-    for factor in factors:
-        value = made_by(make, slot, factor.name, factor.shape)
-        if tuple(value.shape) != factor.shape:
-            raise ValueError(
-                f"slot {slot!r}: the factory returned shape {list(value.shape)} for "
-                f"{factor.name}; expected {list(factor.shape)}"
-            )
-        pieces.append(value.detach().to(device=device, dtype=dtype).flatten())
-    return torch.cat(pieces)
+    with torch.no_grad():
+        for piece, factor in zip(pieces, factors, strict=True):
+            piece.copy_(made_by(make, slot, factor.name, factor.shape))
 
 
 class Initial:
@@ -84,6 +97,7 @@ def made_by(factory: Factory, slot: str, name: str, shape: tuple[int, ...]) -> T
 
     Raises:
         TypeError: it can't be called with a name and a shape, or returns no tensor.
+        ValueError: it fails, or returns another shape, or values that are not plain real numbers.
     """
     expected = f"expected a function (name, shape) -> tensor of shape {list(shape)}"
     try:
@@ -93,9 +107,19 @@ def made_by(factory: Factory, slot: str, name: str, shape: tuple[int, ...]) -> T
         raise TypeError(f"slot {slot!r}: the factory failed on {name}: {error}; {expected}") from (
             error
         )
+    except Exception as error:
+        raise ValueError(
+            f"slot {slot!r}: the factory failed on {name}: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(value, Tensor):
         raise TypeError(
             f"slot {slot!r}: the factory returned {shown(value)} for {name}; {expected}"
+        )
+    structure.check_tensor(f"slot {slot!r}: what the factory returned for", name, value)
+    if tuple(value.shape) != shape:
+        raise ValueError(
+            f"slot {slot!r}: the factory returned shape {list(value.shape)} for {name}; expected "
+            f"{list(shape)}"
         )
     return value
 

@@ -140,34 +140,33 @@ class Slots:
         factory: Factory | None = None,
     ) -> None:
         """Make a slot; see ``TrainerRank.add_slot``."""
-        made: list[AdapterConfig] = []
-        drawn: list[Tensor] = []
+        made: list[tuple[AdapterConfig, Tensor]] = []
 
         def facts() -> dict[str, object]:
             self._check_free(name)
-            made.append(adapters.adapter_config(rank=rank, alpha=alpha, targets=targets))
+            config = adapters.adapter_config(rank=rank, alpha=alpha, targets=targets)
             check_factory(factory)
-            if self._is_first:
-                factors = factors_of(made[0], self.architecture)
-                whole = slot_values.drawn(
-                    name, factors.values(), factory, device=self.device, dtype=self.dtype
-                )
-                drawn.append(whole)
-            return vars(made[0])
+            factors = factors_of(config, self.architecture).values()
+            room = slot_values.room(name, factors, device=self.device, dtype=self.dtype)
+            made.append((config, room))
+            return vars(config)
 
         self._agree("add_slot", name, facts)
-        factors = factors_of(made[0], self.architecture)
-        sizes = [one.shape[0] * one.shape[1] for one in factors.values()]
-        empty = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-        flat = drawn[0] if drawn else empty
+        (config, flat), *_ = made
+        factors = factors_of(config, self.architecture)
+        pieces = slot_values.pieces(flat, factors.values())
+        agreement.lead(
+            "making values of a slot",
+            lambda: slot_values.draw(pieces, name, factors.values(), factory),
+            self._world,
+        )
         for group in self._axes:
             collectives.broadcast_first(flat, group)
-        pieces = zip(flat.split(sizes), factors.values(), strict=True)
         values = {
-            factor.name: lora.slice_of(piece.view(factor.shape), factor, self.part)
-            for piece, factor in pieces
+            factor.name: lora.slice_of(piece, factor, self.part)
+            for piece, factor in zip(pieces, factors.values(), strict=True)
         }
-        self._put(name, made[0], factors, values)
+        self._put(name, config, factors, values)
 
     def load(self, name: str, directory: str | Path) -> None:
         """Read a slot from PEFT's files; see ``TrainerRank.load_slot``."""
@@ -199,13 +198,11 @@ class Slots:
             for factor in slot.factors.values()
         }
 
-        def write() -> dict[str, object]:
-            if self._is_first:
-                adapters.write(Path(directory), slot.config, whole, base_model=self.base_model)
-            return {"directory": str(directory)}
+        def write() -> None:
+            adapters.write(Path(directory), slot.config, whole, base_model=self.base_model)
 
         # No rank returns before the files are there.
-        self._agree("save_slot, files", name, write)
+        agreement.lead("writing a slot's files", write, self._world)
 
     def snapshot(self, name: str) -> SlotSnapshot:
         """Copies of this rank's values; see ``TrainerRank.snapshot_slot``."""
@@ -240,10 +237,6 @@ class Slots:
     @property
     def _axes(self) -> tuple[Any, Any, Any]:
         return self.groups.dp, self.groups.cp, self.groups.tp
-
-    @property
-    def _is_first(self) -> bool:
-        return all(group.rank() == 0 for group in self._axes)
 
     def _agree(self, call: str, name: str, given: Callable[[], Mapping[str, object]]) -> None:
         """Raise on every rank where one of them refuses, or was given something else."""

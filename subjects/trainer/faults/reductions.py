@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from subjects.protocol import ReduceOp, Value
 from subjects.trainer import collectives, reductions
@@ -16,6 +19,8 @@ _reduce_weight = reductions.reduce_weight
 _sum_over_tp = reductions.sum_over_tp
 _reduce_custom = reductions.reduce_custom
 _dp_reduce = reductions.dp_reduce
+_reduced_floats = reductions.reduced_floats
+_reduced_integers = reductions.reduced_integers
 _carried = reductions.carried
 
 
@@ -91,11 +96,44 @@ def _always_sum(value: Value, op: ReduceOp, groups: Groups, *, device: torch.dev
     return _dp_reduce(value, "sum", groups, device=device)
 
 
+def _carry_lost(value: Tensor, op: ReduceOp, group: ProcessGroup, kind: torch.dtype) -> Tensor:
+    if op != "sum":
+        return _reduced_integers(value, op, group, kind)
+    halves = torch.stack((value >> 32, value & reductions.LOW))
+    high, low = collectives.all_reduce(halves, group)
+    total: Tensor = (high << 32) + (low & reductions.LOW)
+    return total.to(kind)
+
+
+def _nan_lost(value: Tensor, op: ReduceOp, group: ProcessGroup) -> Tensor:
+    if op == "sum":
+        return _reduced_floats(value, op, group)
+    least = -math.inf if op == "max" else math.inf
+    found: Tensor = collectives.all_reduce(value.masked_fill(value.isnan(), least), group, op=op)
+    return found
+
+
 def _uncopied(value: Value, device: torch.device) -> Tensor:
     return value.detach() if isinstance(value, Tensor) else _carried(value, device)
 
 
 FAULTS: dict[str, Fault] = {
+    "counts are summed without their carry": Fault(
+        module=reductions,
+        name="reduced_integers",
+        function=_carry_lost,
+        axis="dp",
+        case="test_rules.test_rule_table",
+        shows="a count that carries",
+    ),
+    "a maximum leaves out what is no number": Fault(
+        module=reductions,
+        name="reduced_floats",
+        function=_nan_lost,
+        axis="dp",
+        case="test_rules.test_rule_table",
+        shows="operations that pass on the NaN of the *",
+    ),
     "dp_reduce in the caller's tensor": Fault(
         module=reductions,
         name="carried",
