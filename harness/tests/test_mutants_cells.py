@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from tests.plugin_support import read_run
 
-from shardproof.mutants.target import ELEMENT, KINDS, OTHER_REDUCTION, REHEARSED, ROUNDED
+from shardproof.mutants.target import (
+    ELEMENT,
+    KINDS,
+    OTHER_REDUCTION,
+    REHEARSED,
+    ROUNDED,
+    WORLD,
+)
 
 # Every operation once, all of which is observed. Values differ in every place and on every rank.
 ALL = """
@@ -462,3 +469,34 @@ def test_a_choice_that_is_none_is_refused_before_anything_runs(pytester: pytest.
     run = pytester.runpytest("--mutants", "sample")
     assert run.ret == pytest.ExitCode.USAGE_ERROR
     run.stderr.fnmatch_lines(["*--mutants: expected all, sample:SEED*got 'sample'*"])
+
+
+UNEVEN = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    @pytest.mark.parity("dp2xcp2", timeout=20)
+    def test_some_ranks_alone(rank):
+        x = torch.arange(1.0, 5.0, dtype=rank.dtype) / 3
+        if not rank.is_reference:
+            x = x / rank.size("cp")
+            if rank.coordinates["dp"] == 0:
+                dist.all_reduce(x, group=rank.group("cp"))
+            else:
+                x = x * rank.size("cp")
+        rank.observe("x", x)
+"""
+
+
+def test_what_speaks_to_all_ranks_is_not_tried_where_only_some_call(
+    pytester: pytest.Pytester,
+) -> None:
+    """The run without a mutant, which tells what mutants would change, has to end."""
+    pytester.makepyfile(UNEVEN)
+    pytester.runpytest("--mutants", "all")
+    (cell,) = read_run(pytester)[1]
+    results = {trial["kind"]: trial["result"] for trial in cell["mutants"]}
+    assert {OTHER_REDUCTION, WORLD} < set(results)
+    assert results.pop(WORLD) == "not judged"
+    assert set(results.values()) == {"killed"}
