@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 
 from subjects.protocol import Placement
-from subjects.trainer import optimizer
+from subjects.trainer import optimizer, optimizer_checks
 from subjects.trainer.optimizer import Optimizer
 from subjects.trainer.reductions import Groups
 
@@ -307,11 +307,25 @@ def test_the_largest_options_leave_numbers_in_the_least_dtype(trainer: Stepped) 
     near = 1 - 2**-53
     Optimizer(trainer, "adamw", lr=1e18, betas=(near, near), eps=1e-37, weight_decay=1e18)
     for options in (
-        {"lr": 0.1, "eps": optimizer.LEAST_EPS},
-        {"lr": optimizer.LARGEST, "betas": (near, near), "weight_decay": 1.0},
+        {"lr": 0.1, "eps": optimizer_checks.LEAST_EPS},
+        {"lr": optimizer_checks.LARGEST, "betas": (near, near), "weight_decay": 1.0},
     ):
         trainer.own["probe"].grad = gradient.clone()
         assert Optimizer(trainer, "adamw", **options).step().stepped
+        assert trainer.own["probe"].isfinite().all()
+
+
+def test_an_epsilon_that_the_dtype_does_not_hold_is_refused(trainer: Stepped) -> None:
+    """torch adds it in the dtype of the parameters: 1e-8, where nobody says otherwise."""
+    trainer.own = {"probe": torch.nn.Parameter(torch.ones(3, dtype=torch.float16))}
+    trainer.own["probe"].grad = torch.zeros(3, dtype=torch.float16)
+    with pytest.raises(
+        ValueError, match=r"eps is 1e-08, which is 0 in torch\.float16.*least 6\.0e-08"
+    ):
+        Optimizer(trainer, "adamw", lr=0.1).step()
+    assert trainer.own["probe"].eq(1).all()
+    for kind, options in (("adamw", {"eps": 6e-8}), ("sgd", {})):
+        assert Optimizer(trainer, kind, lr=0.1, **options).step().stepped
         assert trainer.own["probe"].isfinite().all()
 
 

@@ -125,6 +125,8 @@ def test_targets_must_fit(tokens: object, targets: object, message: str) -> None
         (ForwardInput([1], [-1]), "target_tokens: token -1"),
         (ForwardInput([1], top_k=0), "top_k is 0"),
         (ForwardInput([1], top_k=10), "expected 1 to 9"),
+        (ForwardInput([1], top_k=np.int64(10)), "top_k is 10; expected"),  # type: ignore[arg-type]
+        (ForwardInput([1], top_k=10**5000), "top_k is an integer of 16610 bits; expected 1 to 9"),
     ],
 )
 def test_what_no_trainer_can_answer(request_: ForwardInput, message: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from subjects.protocol import Placement
-from subjects.trainer import agreement, collectives, optimizer
+from subjects.trainer import agreement, collectives, optimizer, optimizer_checks
 from subjects.trainer.agreement import Fact
 from subjects.trainer.faults.fault import Fault
 from subjects.trainer.optimizer import Named, Optimizer, Steppable
@@ -385,7 +385,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "ranks step by other options each": _fault(
         _no_values,
-        "_fact",
+        "fact",
+        of=optimizer_checks,
         axis="cp",
         case="test_contract.test_what_one_rank_alone_is_told_is_refused_by_all",
         shows="raised: DID NOT RAISE",
