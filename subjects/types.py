@@ -215,7 +215,8 @@ def check_request(request: ForwardInput, *, vocabulary: int) -> None:
         _check_ids(targets[targets != IGNORED], vocabulary, "target_tokens")
     if request.top_k is not None and not 1 <= request.top_k <= vocabulary:
         raise ValueError(
-            f"top_k is {shown(whole_number(request.top_k))}; expected 1 to {vocabulary}, the size of the vocabulary"
+            f"top_k is {shown(whole_number(request.top_k))}; expected 1 to {vocabulary}, the size "
+            "of the vocabulary"
         )
 
 

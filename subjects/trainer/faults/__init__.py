@@ -21,11 +21,13 @@ FAMILIES = (
     "weights",
     "rows",
     "slots",
+    "kept_slots",
     "reductions",
     "custom",
     "optimizer",
     "batches",
     "contract",
+    "losses",
 )
 """Modules of this package; a new one is a line here."""
 

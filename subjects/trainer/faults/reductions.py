@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ _dp_reduce = reductions.dp_reduce
 _reduced_floats = reductions.reduced_floats
 _reduced_integers = reductions.reduced_integers
 _carried = reductions.carried
+_RULES = "test_rules.test_rule_table"
 
 
 def _probe_summed(gradient: Tensor, groups: Groups) -> Tensor:
@@ -115,6 +117,32 @@ def _nan_lost(value: Tensor, op: ReduceOp, group: ProcessGroup) -> Tensor:
 
 def _uncopied(value: Value, device: torch.device) -> Tensor:
     return value.detach() if isinstance(value, Tensor) else _carried(value, device)
+
+
+def _probe_averaged_over_dp(gradient: Tensor, groups: Groups) -> Tensor:
+    return _reduce_custom(gradient, groups) / groups.dp.size()
+
+
+def _probe_of_this_rank(gradient: Tensor, groups: Groups) -> Tensor:
+    return collectives.all_reduce(gradient, groups.dp)
+
+
+def _never_over_tp(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
+    del over_tp
+    return _reduce_weight(gradient, groups, over_tp=False)
+
+
+def _always_over_tp(gradient: Tensor, groups: Groups, *, over_tp: bool) -> Tensor:
+    # Not the slices of the odd vocabulary: they differ in size, and no rank could sum them.
+    return _reduce_weight(gradient, groups, over_tp=over_tp or len(gradient) < 60)
+
+
+def _summed_as_float(value: Value, device: torch.device) -> Tensor:
+    return _carried(float(value) if isinstance(value, int) else value, device)
+
+
+def _counts_as_floats(value: Value, op: ReduceOp, groups: Groups, *, device: Any) -> Any:
+    return _dp_reduce(float(value) if isinstance(value, int) else value, op, groups, device=device)
 
 
 FAULTS: dict[str, Fault] = {
@@ -259,5 +287,54 @@ FAULTS: dict[str, Fault] = {
         axis="dp",
         case="test_metrics.test_metrics_over_data_parallel_ranks",
         shows="longest",
+    ),
+    "custom gradients averaged over dp": Fault(
+        module=reductions,
+        name="reduce_custom",
+        function=_probe_averaged_over_dp,
+        axis="dp",
+        case=_RULES,
+        shows="reduced.custom",
+    ),
+    "custom gradients not averaged": Fault(
+        module=reductions,
+        name="reduce_custom",
+        function=_probe_of_this_rank,
+        axis="tp",
+        case=_RULES,
+        shows="reduced.custom",
+    ),
+    "replicated factors not summed over tp": Fault(
+        module=reductions,
+        name="reduce_weight",
+        function=_never_over_tp,
+        axis="tp",
+        case=_RULES,
+        shows="reduced.low/*",
+        catalogue=(4,),
+    ),
+    "sharded factors summed over tp": Fault(
+        module=reductions,
+        name="reduce_weight",
+        function=_always_over_tp,
+        axis="tp",
+        case=_RULES,
+        shows="reduced.low/*",
+    ),
+    "counts summed as floats": Fault(
+        module=reductions,
+        name="carried",
+        function=_summed_as_float,
+        axis="any",
+        case=_RULES,
+        shows="a count that no float holds",
+    ),
+    "counts come back as floats": Fault(
+        module=reductions,
+        name="dp_reduce",
+        function=_counts_as_floats,
+        axis="any",
+        case=_RULES,
+        shows="count is an int",
     ),
 }

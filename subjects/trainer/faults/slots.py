@@ -1,10 +1,8 @@
-"""LoRA slots: the wrong slot, factor, slice, scale or sum."""
+"""LoRA slots: the wrong slot, factor, scale or sum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,40 +11,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from subjects.trainer import (
-    adapters,
-    agreement,
     collectives,
     gradients,
     lora,
     slot_state,
-    slot_values,
     slots,
-    weights,
 )
-from subjects.trainer.adapters import AdapterConfig, AdapterFile
-from subjects.trainer.agreement import Fact
+from subjects.trainer.adapters import AdapterConfig
 from subjects.trainer.faults.fault import Fault
 from subjects.trainer.lora import Factor
 from subjects.trainer.rank import TrainerRank
 from subjects.trainer.reductions import Groups
-from subjects.trainer.slot_state import Slot, SlotSnapshot
-from subjects.trainer.slot_values import Initial
+from subjects.trainer.slot_state import Slot
 from subjects.trainer.slots import Slots
-
-Part = tuple[int, int]
 
 _reduce_factor = slots.reduce_factor
 _choose = slots.choose
-_read_slice = slot_values.read_slice
-_put = Slots._put
 _partial_over_tp = lora.partial_over_tp
 _gather_low = lora.gather_low
 _project_down = lora.project_down
 _interleave_qkv = lora.interleave_qkv
-_slice_of = lora.slice_of
-_write = adapters.write
-_restore = Slots.restore
-_check_snapshot = slot_state.check_snapshot
 _freeze = gradients.freeze
 
 
@@ -162,102 +146,6 @@ def _up_then_gate(gate: Tensor, up: Tensor) -> Tensor:
     return torch.cat((up, gate), dim=-1)
 
 
-def _first_slice_read(file: AdapterFile, factor: Factor, part: Part) -> Tensor:
-    return _read_slice(file, factor, (0, part[1]))
-
-
-def _floor_slices(file: AdapterFile, factor: Factor, part: Part) -> Tensor:
-    """Slices begin where those of a vocabulary that divides would."""
-    start, stop = weights.bounds(factor.shape[0], part)
-    if not factor.name.startswith("lm_head") or factor.dim is None:
-        return _read_slice(file, factor, part)
-    first = part[0] * (factor.shape[0] // part[1])
-    return file.read(factor.name)[first : first + stop - start]
-
-
-def _first_slice_made(value: Tensor, factor: Factor, part: Part) -> Tensor:
-    return _slice_of(value, factor, (0, part[1]))
-
-
-def _own_slice_saved(value: Tensor, factor: Factor, group: ProcessGroup) -> Tensor:
-    if factor.dim is None:
-        return value
-    whole = value.new_zeros(factor.shape)
-    start, stop = weights.bounds(factor.shape[factor.dim], (group.rank(), group.size()))
-    whole.narrow(factor.dim, start, stop - start).copy_(value)
-    return whole
-
-
-def _own_values(value: Tensor, group: ProcessGroup) -> Tensor:
-    """What a rank has that was sent nothing."""
-    return value if group.rank() == 0 else value.fill_(1)
-
-
-def _same_memory(value: Tensor) -> Tensor:
-    return value.detach()
-
-
-def _kept(
-    self: Slots,
-    name: str,
-    config: AdapterConfig,
-    factors: Mapping[str, Factor],
-    values: Mapping[str, Tensor],
-) -> None:
-    if name not in self.names:
-        _put(self, name, config, factors, values)
-
-
-def _kept_in_place(
-    self: Slots,
-    name: str,
-    config: AdapterConfig,
-    factors: Mapping[str, Factor],
-    values: Mapping[str, Tensor],
-) -> None:
-    """A slot of the same configuration has its new values in the parameters that it had."""
-    there = self._slots.get(name)
-    _put(self, name, config, factors, values)
-    if there is not None and there.config == config:
-        with torch.no_grad():
-            for factor, value in there.values.items():
-                value.copy_(values[factor])
-        self._slots[name] = replace(self._slots[name], values=there.values)
-
-
-def _gradients_dropped(self: Slots, name: str, snapshot: SlotSnapshot) -> None:
-    _restore(self, name, snapshot)
-    for value in self._slots[name].values.values():
-        value.grad = None
-
-
-def _in_new_parameters(self: Slots, name: str, snapshot: SlotSnapshot) -> None:
-    _restore(self, name, snapshot)
-    there = self._slots[name]
-    values = {factor: self._owned(value) for factor, value in there.values.items()}
-    for factor, value in values.items():
-        value.grad = there.values[factor].grad
-    self._slots[name] = replace(there, values=values)
-
-
-def _shapes_alone(snapshot: SlotSnapshot, name: str, slot: Slot) -> None:
-    _check_snapshot(replace(snapshot, config=slot.config), name, slot)
-
-
-def _gone_alone(slot: Slot) -> Callable[[], str]:
-    return lambda: slot.owner.gone
-
-
-def _all_zero(self: Initial, name: str, shape: tuple[int, ...]) -> Tensor:
-    del self, name
-    return torch.zeros(shape)
-
-
-def _no_contents(self: AdapterFile) -> str:
-    del self
-    return ""
-
-
 def _frozen_with_its_head(trainer: TrainerRank, part: str) -> None:
     _freeze(trainer, part)
     if part == "head" and trainer.architecture.tied:
@@ -270,20 +158,8 @@ def _model_zeroed(self: TrainerRank) -> None:
     self.reduced = None
 
 
-def _retires_nothing(self: Slots, name: str, what: str) -> None:
-    del self, name, what
-
-
-def _no_values(value: Tensor) -> Fact:
-    del value
-    return Fact(b"", "")
-
-
-def _whole_alpha(directory: Path, config: AdapterConfig, *rest: Any, **options: Any) -> None:
-    _write(directory, replace(config, alpha=float(int(config.alpha))), *rest, **options)
-
-
-def _fault(module: Any, name: str, function: Any, case: str, shows: str, **given: Any) -> Fault:
+def of_slots(module: Any, name: str, function: Any, case: str, shows: str, **given: Any) -> Fault:
+    """A fault that a case of ``test_slots`` is about; ``given`` as ``Fault`` has it."""
     options = {"axis": "any", **given}
     return Fault(
         module=module,
@@ -296,7 +172,7 @@ def _fault(module: Any, name: str, function: Any, case: str, shows: str, **given
 
 
 FAULTS: dict[str, Fault] = {
-    "a LoRA factor that TP replicates is not summed over tp": _fault(
+    "a LoRA factor that TP replicates is not summed over tp": of_slots(
         lora,
         "partial_over_tp",
         _never_summed,
@@ -305,7 +181,7 @@ FAULTS: dict[str, Fault] = {
         axis="tp",
         catalogue=(4,),
     ),
-    "slices of a LoRA factor are summed over tp": _fault(
+    "slices of a LoRA factor are summed over tp": of_slots(
         lora,
         "partial_over_tp",
         _slices_summed,
@@ -314,7 +190,7 @@ FAULTS: dict[str, Fault] = {
         axis="tp",
         catalogue=(8,),
     ),
-    "LoRA gradients are averaged over cp": _fault(
+    "LoRA gradients are averaged over cp": of_slots(
         slots,
         "reduce_factor",
         _averaged_over_cp,
@@ -323,7 +199,7 @@ FAULTS: dict[str, Fault] = {
         axis="cp",
         catalogue=(14,),
     ),
-    "LoRA gradients are those of one cp rank": _fault(
+    "LoRA gradients are those of one cp rank": of_slots(
         slots,
         "reduce_factor",
         _alone_in("cp"),
@@ -332,7 +208,7 @@ FAULTS: dict[str, Fault] = {
         axis="cp",
         catalogue=(9,),
     ),
-    "LoRA gradients are those of one dp rank": _fault(
+    "LoRA gradients are those of one dp rank": of_slots(
         slots,
         "reduce_factor",
         _alone_in("dp"),
@@ -341,7 +217,7 @@ FAULTS: dict[str, Fault] = {
         axis="dp",
         catalogue=(10,),
     ),
-    "LoRA gradients are summed over dp in place of cp": _fault(
+    "LoRA gradients are summed over dp in place of cp": of_slots(
         slots,
         "reduce_factor",
         _dp_twice,
@@ -351,7 +227,7 @@ FAULTS: dict[str, Fault] = {
         topology="dp2xtp2xcp2",
         catalogue=(12,),
     ),
-    "one rank's partial LoRA delta is taken for the whole": _fault(
+    "one rank's partial LoRA delta is taken for the whole": of_slots(
         lora,
         "scatter_low",
         _own_rows_of_partial,
@@ -360,7 +236,7 @@ FAULTS: dict[str, Fault] = {
         axis="tp",
         catalogue=(7,),
     ),
-    "LoRA features of different rows are joined": _fault(
+    "LoRA features of different rows are joined": of_slots(
         lora,
         "gather_low",
         _features_joined,
@@ -369,7 +245,7 @@ FAULTS: dict[str, Fault] = {
         axis="tp",
         catalogue=(8,),
     ),
-    "LoRA ranks are padded in each shard": _fault(
+    "LoRA ranks are padded in each shard": of_slots(
         lora,
         "gather_low",
         _padded_per_shard,
@@ -378,7 +254,7 @@ FAULTS: dict[str, Fault] = {
         axis="tp",
         catalogue=(88,),
     ),
-    "the gather of LoRA features brings back one rank's gradient": _fault(
+    "the gather of LoRA features brings back one rank's gradient": of_slots(
         lora,
         "gather_low",
         _gradient_of_own_rows,
@@ -387,7 +263,7 @@ FAULTS: dict[str, Fault] = {
         axis="tp",
         catalogue=(19, 26),
     ),
-    "no gradient passes below a LoRA layer's factors": _fault(
+    "no gradient passes below a LoRA layer's factors": of_slots(
         lora,
         "project_down",
         _cut_off,
@@ -395,43 +271,43 @@ FAULTS: dict[str, Fault] = {
         "grad.wide/model.layers.0.*",
         catalogue=(7,),
     ),
-    "every input gets the first slot": _fault(
+    "every input gets the first slot": of_slots(
         slots, "choose", _first_slot, "test_outputs_of_slots", "*.narrow.hidden_states"
     ),
-    "the bare model runs with a slot": _fault(
+    "the bare model runs with a slot": of_slots(
         slots, "choose", _slot_for_bare, "test_bare_model_beside_slots", "grad.model.layers.*"
     ),
-    "a slot stays in use": _fault(
+    "a slot stays in use": of_slots(
         slots, "choose", _slot_stays, "test_slots_in_any_order", "*.bare.changed_in_*"
     ),
-    "gradients of a slot go to another": _fault(
+    "gradients of a slot go to another": of_slots(
         slots,
         "choose",
         _gradient_to_twin,
         "test_gradients_stay_in_their_slot",
         "step0.wide/*",
     ),
-    "gradients of slots are not zeroed": _fault(
+    "gradients of slots are not zeroed": of_slots(
         TrainerRank,
         "zero_gradients",
         _model_zeroed,
         "test_gradients_stay_in_their_slot",
         "step1.wide/*",
     ),
-    "a rank-stabilised slot has the plain scale": _fault(
+    "a rank-stabilised slot has the plain scale": of_slots(
         slot_state, "scale_of", _plain_scale, "test_outputs_of_slots", "*.narrow.hidden_states"
     ),
-    "slots share the scale of one rank": _fault(
+    "slots share the scale of one rank": of_slots(
         slot_state,
         "scale_of",
         _scale_of_rank_eight,
         "test_outputs_of_slots",
         "*.wide.hidden_states",
     ),
-    "a slot's head is left out": _fault(
+    "a slot's head is left out": of_slots(
         Slots, "head_factors", _no_head, "test_outputs_of_slots", "*.wide.logits"
     ),
-    "deltas of q, k and v lie one behind the other": _fault(
+    "deltas of q, k and v lie one behind the other": of_slots(
         lora,
         "interleave_qkv",
         _qkv_as_one_block,
@@ -439,128 +315,22 @@ FAULTS: dict[str, Fault] = {
         "*.k_proj.logprobs",
         catalogue=(90,),
     ),
-    "deltas of keys go to values": _fault(
+    "deltas of keys go to values": of_slots(
         lora,
         "interleave_qkv",
         _values_and_keys_swapped,
         "test_each_target_alone",
         "*.v_proj.logprobs",
     ),
-    "deltas of gates go to the up projection": _fault(
+    "deltas of gates go to the up projection": of_slots(
         lora, "gate_then_up", _up_then_gate, "test_each_target_alone", "*.gate_proj.logprobs"
     ),
-    "every rank reads the first slice of a slot": _fault(
-        slot_values,
-        "read_slice",
-        _first_slice_read,
-        "test_outputs_of_slots",
-        "*.wide.hidden_states",
-        axis="tp",
-        catalogue=(89,),
-    ),
-    "slices of an odd head begin too early": _fault(
-        slot_values,
-        "read_slice",
-        _floor_slices,
-        "test_head_of_tied_embeddings",
-        "*.logits",
-        axis="tp",
-    ),
-    "every rank makes the first slice of a slot": _fault(
-        lora,
-        "slice_of",
-        _first_slice_made,
-        "test_added_slot",
-        "new/*.down_proj.lora_B",
-        axis="tp",
-        catalogue=(89,),
-    ),
-    "the first rank's values of a new slot are not sent": _fault(
-        collectives, "broadcast_first", _own_values, "test_added_slot", "*.new_changed", axis="cp"
-    ),
-    "one rank's slices are saved": _fault(
-        lora,
-        "whole_of",
-        _own_slice_saved,
-        "test_saved_files",
-        "*.file.*.q_proj.lora_B.weight",
-        axis="tp",
-        catalogue=(86,),
-    ),
-    "a snapshot changes with its slot": _fault(
-        slot_state, "copied", _same_memory, "test_load_change_and_restore", "restored.wide/*"
-    ),
-    "a restored slot keeps what it owned": _fault(
-        Slots,
-        "_retire",
-        _retires_nothing,
-        "test_load_change_and_restore",
-        "raised: DID NOT RAISE",
-    ),
-    "ranks restore other values each": _fault(
-        agreement,
-        "of_values",
-        _no_values,
-        "test_load_change_and_restore",
-        "raised: DID NOT RAISE",
-    ),
-    "ranks load other files each": _fault(
-        AdapterFile,
-        "digest",
-        _no_contents,
-        "test_load_change_and_restore",
-        "raised: DID NOT RAISE",
-    ),
-    "a snapshot of another alpha is restored": _fault(
-        slots,
-        "check_snapshot",
-        _shapes_alone,
-        "test_load_change_and_restore",
-        "raised: DID NOT RAISE",
-    ),
-    "a slot that was changed is not told": _fault(
-        slots,
-        "changes_of",
-        _gone_alone,
-        "test_load_change_and_restore",
-        "raised: was changed in place",
-    ),
-    "a restored slot loses its gradients": _fault(
-        Slots,
-        "restore",
-        _gradients_dropped,
-        "test_gradients_and_moments_of_a_slot",
-        "grad.wide/*",
-    ),
-    "a restored slot loses its moments": _fault(
-        Slots,
-        "restore",
-        _in_new_parameters,
-        "test_gradients_and_moments_of_a_slot",
-        "moment.wide/*",
-    ),
-    "a replaced slot keeps its gradients and moments": _fault(
-        Slots,
-        "_put",
-        _kept_in_place,
-        "test_gradients_and_moments_of_a_slot",
-        "moment.twin/*",
-    ),
-    "a new slot begins with zeros alone": _fault(
-        Initial, "__call__", _all_zero, "test_added_slot", "drawn/*.limits.spread"
-    ),
-    "freezing a tied head freezes the embeddings": _fault(
+    "freezing a tied head freezes the embeddings": of_slots(
         gradients,
         "freeze",
         _frozen_with_its_head,
         "test_head_of_tied_embeddings",
         "grad.model.embed_tokens.weight",
-    ),
-    "alpha is saved as a whole number": _fault(
-        adapters, "write", _whole_alpha, "test_saved_files", "narrow.config*"
-    ),
-    "a replaced slot keeps its weights": _fault(
-        Slots, "_put", _kept, "test_load_change_and_restore", "replaced.*.narrow"
     ),
 }
 """By what is wrong."""
