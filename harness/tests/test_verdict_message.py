@@ -120,6 +120,42 @@ def test_one_number_has_a_scale_only_where_an_axis_has_it(
     assert "  got float64[] as expected" in world.text
 
 
+@pytest.mark.parametrize(
+    ("topology", "placed", "said"),
+    [
+        ("cp2", {"rows": {"cp": [[4, 0, 6], [1, 2, 3, 5]]}}, "3 of its 7 rows (float64[3, 4])"),
+        ("cp2", {"shard": {"cp": 0}}, "4 of its 7 rows (float64[4, 4])"),
+        ("tp2", {"shard": {"tp": 1}}, "2 of its 4 in dimension 1 (float64[7, 2])"),
+        (
+            "tp2xcp2",
+            {"shard": {"cp": 0, "tp": 1}},
+            "4 of its 7 rows and 2 of its 4 in dimension 1 (float64[4, 2])",
+        ),
+    ],
+)
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_a_rank_that_holds_a_part_is_not_said_to_have_another_shape(
+    tmp_path: Path, topology: str, placed: dict[str, Any], said: str, factor: float
+) -> None:
+    """Neither where the value is wrong (times 2) nor where the comparison is vacuous (zero)."""
+    value = numbers(7, 4) * bool(factor)
+
+    def body(rank: Rank) -> None:
+        wrong = rank.recorder.judging and not any(rank.coordinates.values())
+        mine, options = value * factor if wrong else value, dict(placed)
+        for axis, dim in placed.get("shard", {}).items():
+            mine = mine.chunk(2, dim)[rank.coordinates[axis]]
+        for axis, rows in placed.get("rows", {}).items():
+            options["rows"] = rows[rank.coordinates[axis]]
+            mine = mine[options["rows"]]
+        rank.observe("x", mine, **options)
+
+    world = World(tmp_path)
+    world.reference(lambda rank: rank.observe("x", rank.noise(value)))
+    assert world.one(topology, body)["outcome"] == ("diverged" if factor else "vacuous")
+    assert f"  expected float64[7, 4], got {said}" in world.text.splitlines()
+
+
 def test_a_mapping_gives_a_verdict_for_each_item(tmp_path: Path) -> None:
     world = World(tmp_path)
 

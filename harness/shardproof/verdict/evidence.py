@@ -30,6 +30,20 @@ def places(ranks: Sequence[int], topology: Topology) -> str:
     return shown if len(ranks) <= 4 else f"{shown}; and {len(ranks) - 4} more"
 
 
+def part_of(record: Record, full: Sequence[int]) -> str:
+    """What a rank rightly holds of a value of shape ``full``; empty where that is all of it.
+
+    ``4 of its 7 rows``, ``3 of its 8 in dimension 1``; empty too where the shape fits no placement.
+    """
+    if record.status not in ("compared", "deferred"):
+        return ""
+    return " and ".join(
+        f"{size} of its {whole} {f'in dimension {dim}' if dim else 'rows'}"
+        for dim, (size, whole) in enumerate(zip(record.shape, full, strict=True))
+        if size != whole
+    )
+
+
 def of_numbers(
     result: Result, held: Mapping[int, Record], entry: Measured, topology: Topology
 ) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import Any
 from shardproof.topology import Topology
 
 from .candidate import comparable
-from .evidence import of_numbers, of_shapes, places
+from .evidence import of_numbers, of_shapes, part_of, places
 from .pieces import CoverageError, Files, arrange, ensembles, free_axes, place_along
 from .records import Measured, Outcome, Record, Verdict
 from .reference import Store, describe, stored_shape
@@ -90,12 +90,15 @@ class Judge:
         ):
             if not check(verdict, case):
                 break
-        rank = verdict.details.get("rank")
-        named = case.held.get(rank) if isinstance(rank, int) else None
-        if named is not None and "actual" in verdict.details:
+        if "actual" in verdict.details:
             # Ranks may hold parts of different shapes: show that of the rank which is named.
+            rank = verdict.details.get("rank")
+            named = (case.held.get(rank) if isinstance(rank, int) else None) or case.first
             actual = describe(named.kind, named.dtype, named.shape)
             verdict.details = {**verdict.details, "actual": actual}
+            part = part_of(named, verdict.shape)
+            if part:
+                verdict.details["part"] = part
         return verdict
 
     def _describe(self, verdict: Verdict, case: Case) -> None:

@@ -103,6 +103,8 @@ def _block(verdict: Mapping[str, Any], topology: Topology) -> list[str]:
     if "expected" in details:
         expected, actual = details["expected"], details["actual"]
         same = f"got {actual} as expected"
+        if "part" in details:
+            actual = f"{details['part']} ({actual})"
         lines.append(same if expected == actual else f"expected {expected}, got {actual}")
     measured = verdict["outcome"] == "diverged" and "explained" in details
     if verdict["gate"] and (measured or verdict["outcome"] == "vacuous"):
