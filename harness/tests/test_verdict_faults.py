@@ -218,6 +218,21 @@ def test_parts_of_a_sum_that_were_never_summed_are_named(tmp_path: Path) -> None
     assert "is missing (or say" not in world.text
 
 
+def test_what_was_seen_stands_before_a_guess_at_the_cause(tmp_path: Path) -> None:
+    """Shares so equal that one of them looks like the whole, divided by the axis."""
+
+    def body(rank: Rank) -> None:
+        share = 0.25 + 1e-4 * (-1) ** rank.coordinates["cp"]
+        rank.observe("g", VALUE * share if rank.recorder.judging else rank.noise(VALUE))
+
+    world = World(tmp_path)
+    world.reference(body)
+    world.one("cp4", body)
+    guess = world.text.index("divided by that axis once too often")
+    for seen in ("the all-reduce over cp is missing", "ranks differ"):
+        assert world.text.index(seen) < guess
+
+
 def test_a_scale_that_is_only_near_an_axis_is_said_so(tmp_path: Path) -> None:
     """One rank's half of the tokens: α is near 1/cp and the rest of the error is not a scale."""
     rest = numbers(ROWS, WIDTH, seed=5)

@@ -114,9 +114,10 @@ def _block(verdict: Mapping[str, Any], topology: Topology) -> list[str]:
             f"{_number(verdict['norm'])}, floor {_number(verdict['floor'])}"
         )
     lines += _values(verdict)
+    # What was seen stands before what a scale suggests.
+    lines += details.get("hints", [])
     if "alpha" in details:
         lines += _scale(verdict)
-    lines += details.get("hints", [])
     return [lines[0], *(f"  {line}" for line in lines[1:])]
 
 
