@@ -156,6 +156,17 @@ def test_a_rank_that_holds_a_part_is_not_said_to_have_another_shape(
     assert f"  expected float64[7, 4], got {said}" in world.text.splitlines()
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
+def test_the_worst_row_is_told_where_there_are_rows(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    value = numbers(*shape) + 3
+    world = World(tmp_path)
+    world.reference(lambda rank: rank.observe("x", rank.noise(value)))
+    world.same("cp2", value * 3)
+    (line,) = (line for line in world.text.splitlines() if line.startswith("  ratio "))
+    assert line.count("gate") == (2 if shape else 1)
+    assert ("worst row" in line) == bool(shape)
+
+
 def test_a_mapping_gives_a_verdict_for_each_item(tmp_path: Path) -> None:
     world = World(tmp_path)
 

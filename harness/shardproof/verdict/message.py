@@ -108,17 +108,23 @@ def _block(verdict: Mapping[str, Any], topology: Topology) -> list[str]:
         lines.append(same if expected == actual else f"expected {expected}, got {actual}")
     measured = verdict["outcome"] == "diverged" and "explained" in details
     if verdict["gate"] and (measured or verdict["outcome"] == "vacuous"):
-        lines.append(
-            f"ratio {_number(verdict['ratio'])} (gate {_number(verdict['gate'])}), worst row "
-            f"{_number(verdict['row_ratio'])} (gate {_number(verdict['row_gate'])}); norm "
-            f"{_number(verdict['norm'])}, floor {_number(verdict['floor'])}"
-        )
+        lines.append(_ratios(verdict))
     lines += _values(verdict)
     # What was seen stands before what a scale suggests.
     lines += details.get("hints", [])
     if "alpha" in details:
         lines += _scale(verdict)
     return [lines[0], *(f"  {line}" for line in lines[1:])]
+
+
+def _ratios(verdict: Mapping[str, Any]) -> str:
+    """Errors beside their gates; that of the worst row where there are rows."""
+    text = f"ratio {_number(verdict['ratio'])} (gate {_number(verdict['gate'])})"
+    if verdict["shape"]:
+        text += (
+            f", worst row {_number(verdict['row_ratio'])} (gate {_number(verdict['row_gate'])})"
+        )
+    return f"{text}; norm {_number(verdict['norm'])}, floor {_number(verdict['floor'])}"
 
 
 def _scale(verdict: Mapping[str, Any]) -> list[str]:
