@@ -121,7 +121,6 @@ def test_the_message_tells_all_that_is_needed(tmp_path: Path) -> None:
         "on tp2xcp2, rank 0 (tp=0, cp=0)",
         f"float64[{ROWS}, {WIDTH}]",
         "(gate 10)",
-        "scale α = 1,",
         f"1 of {ROWS} rows fail: 3",
     ):
         assert words in world.text

@@ -156,6 +156,28 @@ def test_a_rank_that_holds_a_part_is_not_said_to_have_another_shape(
     assert f"  expected float64[7, 4], got {said}" in world.text.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("factor", "noise", "said"),
+    [
+        # Nearly all of the error, though no axis has the scale; half of it; half where one has it.
+        (1.7, 0.1, True),
+        (1.7, 0.7, False),
+        (2.0, 0.9, True),
+    ],
+)
+def test_a_scale_is_told_where_it_says_something(
+    tmp_path: Path, factor: float, noise: float, said: bool
+) -> None:
+    value, other = numbers(60, 9), numbers(60, 9, seed=1)
+    world = World(tmp_path)
+    world.reference(lambda rank: rank.observe("x", rank.noise(value)))
+    details = world.same("cp2", value * factor + other * noise)["details"]
+    assert ("scale α = " in world.text) == said
+    # The record has it always.
+    assert details["alpha"] == pytest.approx(factor, abs=0.1)
+    assert details["explained"] > 0.4
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
 def test_the_worst_row_is_told_where_there_are_rows(tmp_path: Path, shape: tuple[int, ...]) -> None:
     value = numbers(*shape) + 3
