@@ -14,7 +14,7 @@ from shardproof.fleet.stacks import shortened
 HEAD = "Current thread 0x00007f (most recent call first):"
 LEDGER = f"{shardproof.__path__[0]}/ledger/kernels.py"
 RUNNERS = (runner.__file__, pluggy.__file__, LEDGER, "<frozen runpy>")
-CALLS = ("/v/site-packages/torch/c10d.py", "/home/me/shardproof/helper.py", "/home/me/test_a.py")
+CALLS = ("/v/site-packages/torch/c10d.py", "/x/shardproof/helper.py", "/x/test_a.py")
 
 
 def frames(paths: Iterable[str | None]) -> list[str]:
