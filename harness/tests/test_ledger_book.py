@@ -14,7 +14,7 @@ import pytest
 
 from shardproof.ledger import page
 from shardproof.ledger.calls import Line, Place, encoded
-from shardproof.ledger.sites import Sites
+from shardproof.ledger.sites import JOINED, Sites
 
 HARNESS = Path(__file__).resolve().parents[1]
 MADE = "def made():\n    return sys._getframe()\n"
@@ -31,6 +31,7 @@ x = torch.ones(2, dtype=torch.float64)
 kernels.begin(Path(sys.argv[1]), 0, str)
 BODY
 print(json.dumps(kernels.end()[0]))
+dist.destroy_process_group()
 """
 
 
@@ -40,7 +41,7 @@ def recorded(folder: Path, body: str) -> tuple[page.Ledger, dict[str, Any]]:
     program.write_text(PROGRAM.replace("BODY", body))
     done = subprocess.run(
         [sys.executable, str(program), str(folder)],
-        cwd=HARNESS,
+        cwd=folder,
         env={"PYTHONPATH": str(HARNESS), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -83,6 +84,48 @@ def test_what_sites_remember_is_kept() -> None:
     del sites
     gc.collect()
     assert code() is None
+
+
+def test_a_call_site_is_told_with_its_callers(tmp_path: Path) -> None:
+    """A helper that calls for many says little; its callers are told apart, three frames in all."""
+    body = """
+def add(x):
+    dist.all_reduce(x)
+
+def step(x):
+    add(x)
+
+def case(x):
+    step(x)
+    add(x)
+
+case(x)
+"""
+    ledger, _ = recorded(tmp_path, body)
+    calls = [str(entry.call["site"]).split(JOINED) for entry in ledger.entries]
+    assert [[frame.rpartition(" in ")[2] for frame in call] for call in calls] == [
+        ["add", "step", "case"],
+        ["add", "case", "<module>"],
+    ]
+    assert calls[0][0] == calls[1][0]
+
+
+def test_callers_of_a_case_are_not_told() -> None:
+    """Those of pytest, which called this one."""
+    sites = Sites()
+    (found,) = sites.path(sys._getframe(), 9)
+    assert found[0] is sys._getframe().f_code
+
+
+def test_callers_that_do_not_fit_are_left_out() -> None:
+    sites = Sites()
+    path = tuple(
+        (compile("", f"{name * 50}.py", "exec"), line) for line, name in enumerate("abc", 1)
+    )
+    texts = sites.path_text(path).split(JOINED)
+    assert len(texts) == 3
+    assert sites.path_text(path, most=160) == JOINED.join(texts[:2])
+    assert sites.path_text(path, most=1) == texts[0]
 
 
 def test_the_ring_holds_the_newest_and_the_totals_hold_all(tmp_path: Path) -> None:

@@ -41,6 +41,26 @@ def test_each_part_of_a_call_is_compared(changed: dict[str, Any], what: str) -> 
     assert not equal_ends({0: zero.report, 1: one.report})
 
 
+def test_callers_of_a_helper_are_told() -> None:
+    site = "ops.py:3 in add < model.py:8 in step < test_it.py:5 in test_it"
+    zero, one = Script(0).call("all_reduce", site=site), Script(1).call("broadcast", site=site)
+    ledgers = both(zero, one)
+    found = first_conflict(ledgers)
+    assert found is not None
+    lines = [" ".join(line.split()) for line in columns(found)]
+    assert lines[2:] == [
+        "at ops.py:3 in add at ops.py:3 in add",
+        "called at model.py:8 in step called at model.py:8 in step",
+        "called at test_it.py:5 in test_it called at test_it.py:5 in test_it",
+    ]
+    assert f"at {site}: ended" in "\n".join(tails(ledgers))
+    # A headline has no room for them.
+    zero.call("barrier")
+    found = unequal_ends({0: zero.report, 1: zero.report | {"groups": {}}}, both(zero, Script(1)))
+    assert found is not None
+    assert headline(found).endswith("which rank 0 called at ops.py:3 in add")
+
+
 def test_equal_ledgers_have_no_difference() -> None:
     zero, one = (Script(rank).call("all_reduce").call("barrier") for rank in (0, 1))
     assert first_conflict(both(zero, one)) is None

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.controller.reports import failing_text
+from shardproof.controller.traces import RankTrace
 from shardproof.fleet.cleanup import _LOCK, scratch_root
 
 PREAMBLE = """
@@ -85,7 +87,12 @@ def test_each_fault_of_one_rank_has_its_outcome(pytester: pytest.Pytester, root:
         if outcome != "crashed":
             # The rank that waits is shown with its stack, inside the collective.
             assert f"stack of rank {1 - root}" in cell["message"], fault
-            assert "all_reduce" in cell["message"], fault
+            stack = cell["message"].partition(f"stack of rank {1 - root}")[2]
+            shown = stack.partition("of rank")[0]
+            assert "all_reduce" in shown, fault
+            assert "in wait_for_peers" in shown, fault
+            assert "frames of pytest and shardproof" in shown, fault
+            assert "pluggy" not in shown, fault
         assert cells[f"test_after_{fault}"]["outcome"] == "passed", fault
 
 
@@ -236,6 +243,19 @@ def test_a_hang_at_import_on_ranks_ends(
     assert "were not ready within 3 s" in text
     assert "time.sleep(10_000)" in text or "in <module>" in text
     assert "not tried again" in text
+    assert "frames of pytest and shardproof" in text
+
+
+def test_a_reference_that_hangs_is_shown_without_what_ran_it() -> None:
+    stack = f'Thread 0x1 (most recent call first):\n  File "/x/case.py", line 3 in f\n{_OURS}'
+    text = failing_text(RankTrace(0, stack=stack))
+    assert text.splitlines()[-2:] == [
+        '  File "/x/case.py", line 3 in f',
+        "  ... 1 frame of pytest and shardproof",
+    ]
+
+
+_OURS = f'  File "{failing_text.__code__.co_filename}", line 1 in failing_text\n'
 
 
 def _marked(token: str) -> list[int]:

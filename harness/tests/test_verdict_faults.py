@@ -121,7 +121,6 @@ def test_the_message_tells_all_that_is_needed(tmp_path: Path) -> None:
         "on tp2xcp2, rank 0 (tp=0, cp=0)",
         f"float64[{ROWS}, {WIDTH}]",
         "(gate 10)",
-        "scale α = 1,",
         f"1 of {ROWS} rows fail: 3",
     ):
         assert words in world.text
@@ -216,6 +215,21 @@ def test_parts_of_a_sum_that_were_never_summed_are_named(tmp_path: Path) -> None
     # Parts of something else say nothing.
     assert world.one("tp2xcp4", unsummed(factor=1.001))["outcome"] == "diverged"
     assert "is missing (or say" not in world.text
+
+
+def test_what_was_seen_stands_before_a_guess_at_the_cause(tmp_path: Path) -> None:
+    """Shares so equal that one of them looks like the whole, divided by the axis."""
+
+    def body(rank: Rank) -> None:
+        share = 0.25 + 1e-4 * (-1) ** rank.coordinates["cp"]
+        rank.observe("g", VALUE * share if rank.recorder.judging else rank.noise(VALUE))
+
+    world = World(tmp_path)
+    world.reference(body)
+    world.one("cp4", body)
+    guess = world.text.index("divided by that axis once too often")
+    for seen in ("the all-reduce over cp is missing", "ranks differ"):
+        assert world.text.index(seen) < guess
 
 
 def test_a_scale_that_is_only_near_an_axis_is_said_so(tmp_path: Path) -> None:

@@ -120,6 +120,75 @@ def test_one_number_has_a_scale_only_where_an_axis_has_it(
     assert "  got float64[] as expected" in world.text
 
 
+@pytest.mark.parametrize(
+    ("topology", "placed", "said"),
+    [
+        ("cp2", {"rows": {"cp": [[4, 0, 6], [1, 2, 3, 5]]}}, "3 of its 7 rows (float64[3, 4])"),
+        ("cp2", {"shard": {"cp": 0}}, "4 of its 7 rows (float64[4, 4])"),
+        ("tp2", {"shard": {"tp": 1}}, "2 of its 4 in dimension 1 (float64[7, 2])"),
+        (
+            "tp2xcp2",
+            {"shard": {"cp": 0, "tp": 1}},
+            "4 of its 7 rows and 2 of its 4 in dimension 1 (float64[4, 2])",
+        ),
+    ],
+)
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_a_rank_that_holds_a_part_is_not_said_to_have_another_shape(
+    tmp_path: Path, topology: str, placed: dict[str, Any], said: str, factor: float
+) -> None:
+    """Neither where the value is wrong (times 2) nor where the comparison is vacuous (zero)."""
+    value = numbers(7, 4) * bool(factor)
+
+    def body(rank: Rank) -> None:
+        wrong = rank.recorder.judging and not any(rank.coordinates.values())
+        mine, options = value * factor if wrong else value, dict(placed)
+        for axis, dim in placed.get("shard", {}).items():
+            mine = mine.chunk(2, dim)[rank.coordinates[axis]]
+        for axis, rows in placed.get("rows", {}).items():
+            options["rows"] = rows[rank.coordinates[axis]]
+            mine = mine[options["rows"]]
+        rank.observe("x", mine, **options)
+
+    world = World(tmp_path)
+    world.reference(lambda rank: rank.observe("x", rank.noise(value)))
+    assert world.one(topology, body)["outcome"] == ("diverged" if factor else "vacuous")
+    assert f"  expected float64[7, 4], got {said}" in world.text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "said"),
+    [
+        # Nearly all of the error, though no axis has the scale; half of it; half where one has it.
+        (1.7, 0.1, True),
+        (1.7, 0.7, False),
+        (2.0, 0.9, True),
+    ],
+)
+def test_a_scale_is_told_where_it_says_something(
+    tmp_path: Path, factor: float, noise: float, said: bool
+) -> None:
+    value, other = numbers(60, 9), numbers(60, 9, seed=1)
+    world = World(tmp_path)
+    world.reference(lambda rank: rank.observe("x", rank.noise(value)))
+    details = world.same("cp2", value * factor + other * noise)["details"]
+    assert ("scale α = " in world.text) == said
+    # The record has it always.
+    assert details["alpha"] == pytest.approx(factor, abs=0.1)
+    assert details["explained"] > 0.4
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
+def test_the_worst_row_is_told_where_there_are_rows(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    value = numbers(*shape) + 3
+    world = World(tmp_path)
+    world.reference(lambda rank: rank.observe("x", rank.noise(value)))
+    world.same("cp2", value * 3)
+    (line,) = (line for line in world.text.splitlines() if line.startswith("  ratio "))
+    assert line.count("gate") == (2 if shape else 1)
+    assert ("worst row" in line) == bool(shape)
+
+
 def test_a_mapping_gives_a_verdict_for_each_item(tmp_path: Path) -> None:
     world = World(tmp_path)
 

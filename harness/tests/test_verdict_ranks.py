@@ -156,6 +156,50 @@ def test_replicas_that_differ_by_some_ulp(tmp_path: Path, dtype: torch.dtype, st
     assert "on rank 0 (cp=0)" in world.text
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+@pytest.mark.parametrize("rows", [None, [7, 0, 3], [2, 1]])
+def test_a_wrong_value_of_which_ranks_hold_different_ones(
+    tmp_path: Path, rows: list[int] | None, dtype: torch.dtype
+) -> None:
+    """One number, or two parts of one value of rows; the first has the row that differs."""
+    whole = torch.arange(8).to(dtype) + 1
+    value = whole if rows else whole[7]
+    mine = [rows, [row for row in range(8) if row not in rows]] if rows else []
+
+    def body(rank: Rank, *, step: int) -> None:
+        tp, cp = rank.coordinates["tp"], rank.coordinates["cp"]
+        if not rank.recorder.judging:
+            rank.observe("x", rank.noise(value) if dtype.is_floating_point else value)
+        elif rows is None:
+            rank.observe("x", value * 2 + tp * step)
+        else:
+            part = whole[mine[cp]] * 2
+            part[0] += tp * step * (cp == 0)
+            rank.observe("x", part, rows=mine[cp])
+
+    world = World(tmp_path)
+    world.reference(lambda rank: body(rank, step=0), runs=8)
+    assert world.one("tp2xcp2", lambda rank: body(rank, step=32))["outcome"] == "diverged"
+    first = int(whole[rows[0]] if rows else value) * 2
+    right, wrong = ["rank 0 (tp=0, cp=0)"], ["rank 1 (tp=1, cp=0)"]
+    if rows is None:
+        right.append("rank 2 (tp=0, cp=1)")
+        wrong.append("rank 3 (tp=1, cp=1)")
+    where = f", worst in row {rows[0]}" if rows else ""
+    line = f"ranks differ{where}: {first} on {'; '.join(right)}, {first + 32} on {'; '.join(wrong)}"
+    assert [one.strip() for one in world.text.splitlines() if "ranks differ" in one] == [line]
+    # Ranks that are wrong alike do not differ.
+    assert world.one("tp2xcp2", lambda rank: body(rank, step=0))["outcome"] == "diverged"
+    assert "ranks differ" not in world.text
+
+
+def test_at_most_four_values_of_ranks_are_told(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.reference(lambda rank: rank.observe("x", 1), runs=8)
+    world.one("cp6", lambda rank: rank.observe("x", rank.coordinates["cp"] + 2))
+    assert "5 on rank 3 (cp=3), and 2 more values" in world.text
+
+
 def test_replicas_that_differ_across_zero(tmp_path: Path) -> None:
     value = VALUE.clone()
     value[0, 0] = 0.0
@@ -207,6 +251,7 @@ def test_a_large_value_is_told_apart_without_being_kept(
     verdict = world.one("cp2", body)
     assert verdict["outcome"] == "replicas differ"
     assert "the value is large" in verdict["message"]
+    assert "ranks differ: rank 0 (cp=0) and rank 1 (cp=1) hold other bits" in world.text
 
 
 def test_bad_input_on_one_rank_is_a_verdict_with_its_line(world: World) -> None:

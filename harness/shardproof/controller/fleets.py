@@ -26,6 +26,7 @@ from shardproof.fleet import (
     PreloadThreadError,
     make_scratch,
 )
+from shardproof.fleet.stacks import shortened
 from shardproof.options import Settings
 from shardproof.rank.work import SessionSetup
 
@@ -268,4 +269,4 @@ class FleetPool:
 
 
 def _texts(stacks: dict[int, str]) -> str:
-    return "\n".join(f"rank {rank}:\n{text}" for rank, text in stacks.items())
+    return "\n".join(f"rank {rank}:\n{shortened(text)}" for rank, text in stacks.items())

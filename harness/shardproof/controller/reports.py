@@ -13,6 +13,7 @@ from shardproof.cells import cell_of
 from shardproof.controller.drive import Drive
 from shardproof.controller.outcome import Ending
 from shardproof.controller.traces import RankTrace
+from shardproof.fleet.stacks import shortened
 from shardproof.options import DEFAULT_TIMEOUT, Settings
 
 _PHASES = ("setup", "call", "teardown")
@@ -199,7 +200,7 @@ def _summary(drive: Drive, ending: Ending, footer: str) -> str:
     lines += ending.details
     for trace in drive.traces:
         if trace.stack is not None:
-            lines += [f"stack of rank {trace.rank}:", trace.stack.rstrip()]
+            lines += [f"stack of rank {trace.rank}:", shortened(trace.stack).rstrip()]
     lines.append(f"reproduce: {footer}")
     return "\n".join(lines)
 
@@ -219,7 +220,7 @@ def failing_text(trace: RankTrace) -> str:
     report = trace.failed_body
     parts = [_longrepr_text(report)] if report is not None else [trace.describe()]
     if trace.stack:
-        parts.append(f"stack:\n{trace.stack.rstrip()}")
+        parts.append(f"stack:\n{shortened(trace.stack).rstrip()}")
     for stream in ("stdout", "stderr"):
         text = getattr(trace, stream)
         if text.strip():

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import importlib.util
+import itertools
 import os
+import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Final
@@ -104,6 +108,52 @@ def collect_stacks(
                 texts[rank] = _read(path, start) or _silence(rank, ranks[rank], timeout)
                 del waiting[rank]
     return dict(sorted(texts.items()))
+
+
+def shortened(text: str) -> str:
+    """Stacks as ``collect_stacks`` returns them, without the frames that run a case.
+
+    A line says how many are left out. Of a thread that has no others the innermost stays.
+    """
+    lines: list[str] = []
+    thread: list[str] = []
+    for line in text.splitlines():
+        if _FRAME.match(line):
+            thread.append(line)
+        else:
+            lines += [*_without_ours(thread), line]
+            thread = []
+    return "\n".join([*lines, *_without_ours(thread)])
+
+
+def _without_ours(thread: Sequence[str]) -> list[str]:
+    groups = [(ours, list(frames)) for ours, frames in itertools.groupby(thread, _is_ours)]
+    if len(groups) == 1 and groups[0][0]:
+        groups = [(False, groups[0][1][:1]), (True, groups[0][1][1:])]
+    lines: list[str] = []
+    for ours, frames in groups:
+        if not ours:
+            lines += frames
+        elif frames:
+            word = "frame" if len(frames) == 1 else "frames"
+            lines.append(f"  ... {len(frames)} {word} of pytest and shardproof")
+    return lines
+
+
+def _is_ours(frame: str) -> bool:
+    found = _FRAME.match(frame)
+    return found is not None and found[1].startswith(_our_folders())
+
+
+@functools.cache
+def _our_folders() -> tuple[str, ...]:
+    specs = [importlib.util.find_spec(name) for name in ("_pytest", "pytest", "pluggy", _PACKAGE)]
+    folders = [place for spec in specs if spec for place in spec.submodule_search_locations or ()]
+    return ("<frozen runpy>", *(folder + os.sep for folder in folders))
+
+
+_FRAME: Final = re.compile(r'  File "(.*)", line ')
+_PACKAGE: Final = __name__.partition(".")[0]
 
 
 def _silence(rank: int, ident: Ident, timeout: float) -> str:

@@ -18,7 +18,7 @@ from shardproof.ledger import page
 from shardproof.ledger.calls import Call, Group, Line, Place, PlaceKey, describe, encoded
 from shardproof.ledger.operations import Operation, tensors
 from shardproof.ledger.page import State
-from shardproof.ledger.sites import CALLERS, Sites
+from shardproof.ledger.sites import CALLERS, SHOWN, Sites
 
 _REMEMBERED: Final = 8192
 _U64: Final = struct.Struct("<Q")
@@ -100,7 +100,9 @@ class Book:
         self._rank = rank
         self._axis_of = axis_of
         self._sites = sites
-        self._frames = CALLERS if callers else 1
+        self._callers = callers
+        self._frames = CALLERS if callers else SHOWN
+        self._most = None if callers else page.LONGEST_PART
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
         self._groups: dict[str, Group] = {}
@@ -121,7 +123,7 @@ class Book:
             if operation.inputs != operation.outputs:
                 inputs = tensors(args, operation.inputs)
                 handed_in = tuple([(t.shape, t.dtype) for t in inputs])
-        site = self._sites.path(frame, self._frames)
+        site = self._sites.path(frame, self._frames, one_folder=self._callers)
         backward = torch._C._current_graph_task_id() != -1
         process_group = dist.ProcessGroup.unbox(args[operation.group])
         name = process_group.group_name
@@ -142,7 +144,7 @@ class Book:
                     handed_out=handed_out,
                     handed_in=handed_in,
                     reduced=reduced,
-                    site=self._sites.path_text(site),
+                    site=self._sites.path_text(site, most=self._most),
                     backward=backward,
                 )
                 call = self._learn(key, described, group, site)

@@ -30,6 +30,8 @@ SLOTS: Final = 1024
 SLOT_SIZE: Final = 512
 GROUPS: Final = 64
 TEXT_LIMIT: Final = SLOT_SIZE - SLOT.size
+LONGEST_PART: Final = 240
+"""Characters of one part of a call, such as its shapes; fewer where all of them do not fit."""
 GROUPS_AT: Final = 64
 SLOTS_AT: Final = GROUPS_AT + GROUPS * GROUP.size
 FILE_SIZE: Final = SLOTS_AT + SLOTS * SLOT_SIZE
@@ -63,7 +65,8 @@ class Entry:
     receiver and tag). ``match`` is equal on all ranks that called the same thing. Times are
     seconds of the monotonic clock, ``ended`` None where it is not known. ``call`` is what it was
     called with: ``group`` (key), ``axis``, ``operation``, ``reduce_op``, ``shapes``, ``dtypes``,
-    ``bytes``, ``backward``, ``site``, and for messages ``source``, ``target``, ``tag``.
+    ``bytes``, ``backward``, ``site`` (the line and its callers, innermost first, joined by ``<``),
+    and for messages ``source``, ``target``, ``tag``.
     """
 
     number: int
@@ -182,7 +185,7 @@ def _decode_call(text: bytes) -> Mapping[str, Any]:
 
 def encode_call(call: dict[str, Any]) -> bytes:
     """A call as the text of a slot: long parts are shortened in the middle until it fits."""
-    limit = 160
+    limit = LONGEST_PART
     while True:
         shown = {key: _shorten(value, limit) for key, value in call.items()}
         text = json.dumps(shown, separators=(",", ":"), ensure_ascii=True).encode("ascii")

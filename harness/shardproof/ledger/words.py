@@ -8,6 +8,7 @@ from itertools import zip_longest
 from shardproof.ledger.compare import Difference, members
 from shardproof.ledger.deadlock import waiting_in
 from shardproof.ledger.page import Entry, Ledger, State
+from shardproof.ledger.sites import JOINED
 
 _SHOWN = 3
 
@@ -34,8 +35,13 @@ def details_of(entry: Entry) -> str:
 
 
 def place_of(entry: Entry) -> str:
-    """``at file:line in function``."""
-    return f"at {entry.call['site']}"
+    """``at file:line in function``: the innermost frame of user code."""
+    return f"at {_frames_of(entry)[0]}"
+
+
+def _frames_of(entry: Entry) -> list[str]:
+    """The call site and its callers, as many as the ledger has."""
+    return str(entry.call["site"]).split(JOINED)
 
 
 def describe_rank(ledger: Ledger) -> str:
@@ -54,7 +60,7 @@ def last_entries(ledger: Ledger) -> list[str]:
     """The last operations of a rank, one a line, the newest last."""
     return [
         f"  {name_of(entry)} {details_of(entry)}".rstrip()
-        + f" {place_of(entry)}: {_STATES[entry.state]}"
+        + f" at {JOINED.join(_frames_of(entry))}: {_STATES[entry.state]}"
         for entry in ledger.entries[-_SHOWN:]
     ]
 
@@ -117,7 +123,7 @@ def columns(difference: Difference) -> list[str]:
     left, right = sorted((difference.other, difference.odd))
     if left == right:
         entry = difference.entries.get(left)
-        return [f"rank {left}: {_call(entry)} {place_of(entry)}"] if entry is not None else []
+        return [f"rank {left}:", *_cell(entry)] if entry is not None else []
     rows: list[tuple[str, list[str], list[str]]] = [("", [f"rank {left}"], [f"rank {right}"])]
     before = {
         rank: {e.sequence: e for e in difference.before.get(rank, [])} for rank in (left, right)
@@ -139,7 +145,10 @@ def columns(difference: Difference) -> list[str]:
 
 
 def _cell(entry: Entry | None) -> list[str]:
-    return ["(nothing)"] if entry is None else [_call(entry), f"  {place_of(entry)}"]
+    if entry is None:
+        return ["(nothing)"]
+    called = [f"    called at {frame}" for frame in _frames_of(entry)[1:]]
+    return [_call(entry), f"  {place_of(entry)}", *called]
 
 
 def tails(ledgers: Sequence[Ledger]) -> list[str]:

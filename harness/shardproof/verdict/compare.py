@@ -273,17 +273,20 @@ def sample_at(
     if best is None:
         return None
     gap, column, expected, actual = best
-    digits = _digits(dtype)
-    size = float(expected[0].abs())
-    if gap > 0.0 and math.isfinite(gap) and size > 0.0:
-        # As many as show the difference, and three more.
-        digits = min(digits, max(6, 4 - math.floor(math.log10(min(1.0, gap / size)))))
+    digits = digits_for(gap, float(expected[0].abs()), dtype=dtype)
     source = int(part.block(first)[1][0])
     return Sample(source, column, show(expected, digits), show(actual, digits))
 
 
-def _digits(dtype: torch.dtype) -> int:
-    return {8: 17, 4: 9}.get(dtype.to_real().itemsize, 6)
+def digits_for(gap: float, size: float, *, dtype: torch.dtype) -> int:
+    """Significant digits that show a difference of ``gap`` in numbers of ``size``, and three more.
+
+    At least 6, at most those that ``dtype`` has.
+    """
+    digits = {8: 17, 4: 9}.get(dtype.to_real().itemsize, 6)
+    if gap > 0.0 and math.isfinite(gap) and 0.0 < size < math.inf:
+        digits = min(digits, max(6, 4 - math.floor(math.log10(min(1.0, gap / size)))))
+    return digits
 
 
 def show(numbers: torch.Tensor, digits: int) -> list[str]:

@@ -9,6 +9,7 @@ from shardproof.topology import Topology
 
 from .diagnosis import fit_scale, row_hints, scale_hint
 from .records import Measured, Record, Stats
+from .replicas import Difference
 from .results import Result, is_wrong
 
 _NEAR = {"float64": 1e-8, "complex128": 1e-8, "float32": 1e-4, "complex64": 1e-4}
@@ -30,13 +31,45 @@ def places(ranks: Sequence[int], topology: Topology) -> str:
     return shown if len(ranks) <= 4 else f"{shown}; and {len(ranks) - 4} more"
 
 
+def part_of(record: Record, full: Sequence[int]) -> str:
+    """What a rank rightly holds of a value of shape ``full``; empty where that is all of it.
+
+    ``4 of its 7 rows``, ``3 of its 8 in dimension 1``; empty too where the shape fits no placement.
+    """
+    if record.status not in ("compared", "deferred"):
+        return ""
+    return " and ".join(
+        f"{size} of its {whole} {f'in dimension {dim}' if dim else 'rows'}"
+        for dim, (size, whole) in enumerate(zip(record.shape, full, strict=True))
+        if size != whole
+    )
+
+
+def of_replicas(difference: Difference, topology: Topology) -> str:
+    """Which ranks hold what, where they should hold the same; at most four values."""
+    if not difference.kinds:
+        one, other = place(difference.one, topology), place(difference.other, topology)
+        return f"ranks differ: {one} and {other} hold other bits"
+    shown = [f"{text} on {places(at, topology)}" for text, at in difference.kinds.items()][:4]
+    if len(shown) < len(difference.kinds):
+        shown.append(f"and {len(difference.kinds) - len(shown)} more values")
+    row = "" if difference.row is None else f", worst in row {difference.row}"
+    return f"ranks differ{row}: {', '.join(shown)}"
+
+
 def of_numbers(
-    result: Result, held: Mapping[int, Record], entry: Measured, topology: Topology
+    result: Result,
+    held: Mapping[int, Record],
+    entry: Measured,
+    topology: Topology,
+    difference: Difference | None,
 ) -> dict[str, object]:
-    """What a verdict's details say of wrong numbers."""
+    """What a verdict's details say of wrong numbers; ``difference`` is that of replicas, if any."""
     stats = result.stats
     hints = row_hints(stats.zero_rows, stats.moved_rows)
     hints += _parts_of_a_sum(held, entry, topology) + _wrong_and_right(held, entry, topology)
+    if difference is not None:
+        hints.append(of_replicas(difference, topology))
     found: dict[str, object] = {"hints": hints}
     if stats.sample is not None:
         found |= {

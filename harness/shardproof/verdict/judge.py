@@ -10,7 +10,7 @@ from typing import Any
 from shardproof.topology import Topology
 
 from .candidate import comparable
-from .evidence import of_numbers, of_shapes, places
+from .evidence import of_numbers, of_replicas, of_shapes, part_of, places
 from .pieces import CoverageError, Files, arrange, ensembles, free_axes, place_along
 from .records import Measured, Outcome, Record, Verdict
 from .reference import Store, describe, stored_shape
@@ -90,12 +90,15 @@ class Judge:
         ):
             if not check(verdict, case):
                 break
-        rank = verdict.details.get("rank")
-        named = case.held.get(rank) if isinstance(rank, int) else None
-        if named is not None and "actual" in verdict.details:
+        if "actual" in verdict.details:
             # Ranks may hold parts of different shapes: show that of the rank which is named.
+            rank = verdict.details.get("rank")
+            named = (case.held.get(rank) if isinstance(rank, int) else None) or case.first
             actual = describe(named.kind, named.dtype, named.shape)
             verdict.details = {**verdict.details, "actual": actual}
+            part = part_of(named, verdict.shape)
+            if part:
+                verdict.details["part"] = part
         return verdict
 
     def _describe(self, verdict: Verdict, case: Case) -> None:
@@ -253,18 +256,18 @@ class Judge:
             put_together(whole, case.held, entry, self._store, self._files) for whole in wholes
         ]
         worst = max(results, key=lambda result: result.severity)
+        differences = (
+            find_difference(region, case.held, self._files, rows=(full or (1,))[0])
+            for region in regions
+        )
+        difference = next(filter(None, differences), None)
         if not self._judge(verdict, worst, entry):
-            verdict.details |= of_numbers(worst, case.held, entry, self._topology)
+            verdict.details |= of_numbers(worst, case.held, entry, self._topology, difference)
             return False
-        for region in regions:
-            for ranks in region.holders.values():
-                found = find_difference(ranks, case.held, self._files)
-                if found is not None:
-                    places = (self._at([found.one]), self._at([found.other]))
-                    if found.evidence:
-                        verdict.details["hints"] = [found.evidence.format(*places)]
-                    return self._fail(verdict, "replicas differ", found.headline, rank=found.other)
-        return True
+        if difference is None:
+            return True
+        verdict.details["hints"] = [of_replicas(difference, self._topology)]
+        return self._fail(verdict, "replicas differ", difference.headline, rank=difference.other)
 
     def _judge(self, verdict: Verdict, result: Result, entry: Measured) -> bool:
         stats = result.stats

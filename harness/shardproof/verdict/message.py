@@ -15,6 +15,9 @@ SHOWN_IN_FULL = 3
 
 SHOWN_IN_SHORT = 40
 
+TOLD_SCALE = 0.95
+"""Share of the error from which on a scale that suggests nothing is told nevertheless."""
+
 _DIVERGED = ("diverged", "nan", "replicas differ", "missing", "extra", "coverage")
 
 
@@ -103,23 +106,30 @@ def _block(verdict: Mapping[str, Any], topology: Topology) -> list[str]:
     if "expected" in details:
         expected, actual = details["expected"], details["actual"]
         same = f"got {actual} as expected"
+        if "part" in details:
+            actual = f"{details['part']} ({actual})"
         lines.append(same if expected == actual else f"expected {expected}, got {actual}")
     measured = verdict["outcome"] == "diverged" and "explained" in details
     if verdict["gate"] and (measured or verdict["outcome"] == "vacuous"):
-        lines.append(
-            f"ratio {_number(verdict['ratio'])} (gate {_number(verdict['gate'])}), worst row "
-            f"{_number(verdict['row_ratio'])} (gate {_number(verdict['row_gate'])}); norm "
-            f"{_number(verdict['norm'])}, floor {_number(verdict['floor'])}"
-        )
+        lines.append(_ratios(verdict))
     lines += _values(verdict)
+    # What was seen stands before what a scale suggests.
+    lines += details.get("hints", [])
     if "alpha" in details:
         lines += _scale(verdict)
-    lines += details.get("hints", [])
     return [lines[0], *(f"  {line}" for line in lines[1:])]
 
 
+def _ratios(verdict: Mapping[str, Any]) -> str:
+    """Errors beside their gates; that of the worst row where there are rows."""
+    text = f"ratio {_number(verdict['ratio'])} (gate {_number(verdict['gate'])})"
+    if verdict["shape"]:
+        text += f", worst row {_number(verdict['row_ratio'])} (gate {_number(verdict['row_gate'])})"
+    return f"{text}; norm {_number(verdict['norm'])}, floor {_number(verdict['floor'])}"
+
+
 def _scale(verdict: Mapping[str, Any]) -> list[str]:
-    """The scale that fits best, and what it suggests.
+    """The scale that fits best, and what it suggests; nothing where it says little of the error.
 
     One number always has a scale that explains it: it is told where an axis has it too.
     """
@@ -129,6 +139,8 @@ def _scale(verdict: Mapping[str, Any]) -> list[str]:
         if hint in ("", UNEXPLAINED):
             return []
         return [f"{hint}; one number may be so by chance"]
+    if not hint and share < TOLD_SCALE:
+        return []
     explained = "all" if share > 0.9999 else f"{share:.1%}"
     text = f"scale α = {_number(alpha, 6)}, which explains {explained} of the error"
     return [f"{text}: {hint}" if hint else text]

@@ -189,9 +189,9 @@ class Verdict:
     ``kind`` says how ranks held it (replicated, shard, rows, partial, on, joined by ``+``) and
     ``value`` what it is (tensor, scalar, none, empty, exact). ``details`` holds the evidence of a
     failure, where known: ``rank`` and its ``coordinates``; ``expected`` and ``actual`` (dtype and
-    shape in words); ``row`` (source position), ``column``, ``expected_values``, ``actual_values``;
-    ``failing_rows`` (how many), ``rows`` (the first of them); ``alpha``, ``explained`` and
-    ``alpha_hint``; ``hints``.
+    shape in words) and ``part`` (which part of the whole the rank holds, in words); ``row`` (source
+    position), ``column``, ``expected_values``, ``actual_values``; ``failing_rows`` (how many),
+    ``rows`` (the first of them); ``alpha``, ``explained`` and ``alpha_hint``; ``hints``.
     """
 
     index: int

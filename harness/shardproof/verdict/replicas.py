@@ -2,71 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from .blocks import blocks
-from .compare import show
-from .pieces import Files
+from .compare import digits_for, show
+from .pieces import Files, Region
 from .records import Record
+from .values import real_dtype
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two ranks whose replicas differ, and what is known of the difference."""
+    """Two ranks whose replicas differ, and what is known of the difference.
+
+    ``row``: source position of the row with the element that differs most, None where the value has
+    no rows. ``kinds``: what that element is, as text, with the ranks that hold it; empty where the
+    value was not kept.
+    """
 
     one: int
     other: int
     headline: str
-    evidence: str = ""
+    row: int | None = None
+    kinds: dict[str, list[int]] = field(default_factory=dict)
 
 
 def find_difference(
-    ranks: Sequence[int], held: Mapping[int, Record], files: Files
+    region: Region, held: Mapping[int, Record], files: Files, *, rows: int
 ) -> Difference | None:
-    """The first of ``ranks`` whose value differs from that of the first; None where all agree."""
-    first = ranks[0]
-    for rank in ranks[1:]:
-        if held[rank].digest != held[first].digest:
-            return _measure(first, rank, held, files)
+    """Where the replicas of a region differ, of a whole with ``rows``; None where all agree."""
+    for ranks in region.holders.values():
+        alike: dict[str, list[int]] = {}
+        for rank in ranks:
+            alike.setdefault(held[rank].digest, []).append(rank)
+        if len(alike) > 1:
+            return _measure(list(alike.values()), region, held, files, rows)
     return None
 
 
-def _measure(one: int, other: int, held: Mapping[int, Record], files: Files) -> Difference:
-    if held[one].values_at < 0 or held[other].values_at < 0:
+def _measure(
+    alike: list[list[int]],
+    region: Region,
+    held: Mapping[int, Record],
+    files: Files,
+    rows: int,
+) -> Difference:
+    one, other = alike[0][0], alike[1][0]
+    if any(held[ranks[0]].values_at < 0 for ranks in alike):
         return Difference(
             one, other, "replicas differ in bits (by how much is not known: the value is large)"
         )
-    mine, theirs = files.values(one, held[one]), files.values(other, held[other])
+    values = [files.values(ranks[0], held[ranks[0]]) for ranks in alike]
+    mine, theirs = values[:2]
     most, count, at, where = 0.0, 0, -1, 0
-    pair: tuple[torch.Tensor, torch.Tensor] | None = None
     for index in blocks(mine.shape):
         gap = ulps(mine[index].reshape(-1), theirs[index].reshape(-1))
         count += int((gap != 0).sum())
         worst = int(gap.argmax())
         if float(gap[worst]) > most:
             most, at = float(gap[worst]), where + worst
-            pair = (
-                mine[index].reshape(-1)[worst : worst + 1],
-                theirs[index].reshape(-1)[worst : worst + 1],
-            )
         where += gap.numel()
     floating = held[one].floating
     amount = f"{most:.0f} ulp" if floating else f"{most:.0f}"
     if most >= 1e6:
         amount = f"{most:.1e} ulp" if floating else f"{most:.1e}"
-    headline = f"replicas differ by {amount} in {count} of {mine.numel()} elements"
-    if pair is None:
+    if at < 0:
         return Difference(one, other, "replicas differ in bits")
-    texts = [show(part.double() if floating else part, 17)[0] for part in pair]
-    row = at // max(1, mine[0].numel()) if mine.dim() else 0
-    return Difference(
-        one, other, headline, f"worst in row {row}: {texts[0]} on {{}}, {texts[1]} on {{}}"
-    )
+    row = None
+    if held[one].shape:
+        row = int(region.positions(files, rows)[at // max(1, mine[0].numel())])
+    kinds: dict[str, list[int]] = {}
+    texts = _texts([value.reshape(-1)[at] for value in values], held[one])
+    for text, ranks in zip(texts, alike, strict=True):
+        kinds.setdefault(text, []).extend(ranks)
+    headline = f"replicas differ by {amount} in {count} of {mine.numel()} elements"
+    return Difference(one, other, headline, row, kinds)
+
+
+def _texts(numbers: list[torch.Tensor], record: Record) -> list[str]:
+    """Numbers with as many digits as tell them apart."""
+    together = torch.stack(numbers)
+    if not record.floating:
+        return show(together, 0)
+    together = together.double()
+    gaps = (together[:, None] - together).abs()
+    gaps = gaps[gaps > 0]
+    gap = float(gaps.min()) if gaps.numel() else 0.0
+    size = float(together.abs().max())
+    return show(together, digits_for(gap, size, dtype=real_dtype(record.dtype)))
 
 
 def ulps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
