@@ -277,7 +277,7 @@ UNTOUCHED = """
 
     @pytest.mark.parity("cp2")
     def test_state_of_another_case(rank):
-        step(rank, values(rank) * len(KEPT[:1]), "state")
+        step(rank, values(rank) * (rank.is_reference or len(KEPT)), "state")
 
     @pytest.mark.parity("cp2", "dp2")
     def test_files(rank):
@@ -303,7 +303,9 @@ def test_what_is_not_the_mutants_is_not_put_down_to_it(pytester: pytest.Pytester
     pytester.makepyfile(UNTOUCHED)
     run = pytester.runpytest("--mutants", "dropped")
     _, cells = read_run(pytester)
-    assert {cell["outcome"] for cell in cells} == {"passed"}
+    ended = [(cell["case"].partition("::")[2], cell["outcome"]) for cell in cells]
+    # The first calls nothing, so that nothing can be tried there.
+    assert [name for name, outcome in ended if outcome != "passed"] == ["test_first"]
     trials = {cell["case"].partition("::")[2]: cell["mutants"] for cell in cells if cell["mutants"]}
     results = {name: [one["result"] for one in found] for name, found in trials.items()}
     assert results == {
@@ -462,3 +464,83 @@ def test_a_choice_that_is_none_is_refused_before_anything_runs(pytester: pytest.
     run = pytester.runpytest("--mutants", "sample")
     assert run.ret == pytest.ExitCode.USAGE_ERROR
     run.stderr.fnmatch_lines(["*--mutants: expected all, sample:SEED*got 'sample'*"])
+
+
+LEFT_ALONE = """
+    from pathlib import Path
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    def count(name):
+        with Path(__file__).with_name(name).open("a") as file:
+            file.write("x")
+
+    @pytest.mark.parity("cp2")
+    @pytest.mark.parametrize("wanted", ["first", "second", "wrong", "raises"])
+    def test_it(rank, wanted):
+        x = torch.arange(1.0, 5.0, dtype=rank.dtype)
+        written = rank.case_dir / f"rank{rank.index}"
+        assert not written.exists(), "as no run before found it"
+        if rank.is_reference:
+            count(wanted)
+            x = 2 * x
+        else:
+            written.touch()
+            count(f"{wanted}-rank{rank.index}")
+            dist.all_reduce(x, group=rank.group("cp"))
+        if wanted == "raises" and not rank.is_reference:
+            raise ValueError("on ranks alone")
+        rank.observe("x", x + (wanted == "wrong" and not rank.is_reference))
+
+    @pytest.mark.parity("cp2")
+    @pytest.mark.xfail(strict=True, reason="another number")
+    def test_expected(rank):
+        rank.observe("x", 1.0 if rank.is_reference else 2.0)
+"""
+
+
+def test_a_cell_where_nothing_can_be_tried_is_run_and_not_compared(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(LEFT_ALONE)
+    run = pytester.runpytest("--mutants", "dropped", "-rs")
+    run.assert_outcomes(passed=1, skipped=3, failed=1)
+    _, cells = read_run(pytester)
+    ended = {cell["case"].partition("::test_")[2]: cell for cell in cells}
+    assert {name: cell["outcome"] for name, cell in ended.items()} == {
+        "it[first]": "passed",
+        "it[second]": "skipped",
+        "it[wrong]": "skipped",
+        "it[raises]": "raised",
+        "expected": "skipped",
+    }
+
+    def runs(name: str) -> int:
+        return len((pytester.path / name).read_text())
+
+    # Once, once more, and under noise: where a mutant is tried. There ranks begin by looking, then
+    # run to be compared, twice as new (with what they import beforehand), and with the mutant.
+    assert runs("first") > 4
+    assert runs("first-rank0") >= 4
+    for name in ("second", "wrong", "raises"):
+        assert runs(name) == runs(f"{name}-rank0") == 1, name
+    left = ended["it[second]"]
+    assert left["mutants"] == left["observations"] == []
+    assert left["reason"].startswith("not compared: it ends well, and calls nothing of which a")
+    assert [one["operation"] for one in left["collectives"]] == ["all_reduce"]
+    assert "reference_seconds" not in left
+    run.stdout.fnmatch_lines(
+        [
+            "*test_it[[]second[]]  not compared *",
+            "1 of 5 cells passed, 1 comparisons; *",
+            "3 of 5 cells were not compared: *",
+            "SKIPPED*not compared: *",
+        ]
+    )
+
+
+def test_every_cell_is_compared_without_mutants(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(LEFT_ALONE)
+    pytester.runpytest().assert_outcomes(passed=2, failed=2, xfailed=1)

@@ -164,6 +164,12 @@ def lines_of(
     apart = _separation(cells)
     if apart is not None:
         lines.append(str(apart))
+    left = sum(cell.get("outcome") == "skipped" and "mutants" in cell for cell in cells)
+    if left:
+        lines.append(
+            f"{left} of {len(cells)} cells were not compared: nothing was left to try where they "
+            "ended well"
+        )
     for result in ("survived", "not judged", "refused", "not reached"):
         lines += [_line(trial, listed) for trial in trials if trial["result"] == result]
     problems = problems_of(cells, listed, sampled=sampled)

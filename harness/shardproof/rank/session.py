@@ -277,6 +277,7 @@ class RankSession:
             cell_dir=Path(run.cell_dir),
             dtype=dtype,
             seed=run.noise,
+            compared=run.compared,
         )
         rank = Rank(
             topology=topology,
