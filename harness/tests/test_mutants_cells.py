@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -390,6 +391,51 @@ def test_what_no_case_calls_is_named(pytester: pytest.Pytester) -> None:
     run = pytester.runpytest("--mutants", "dropped")
     assert run.ret == pytest.ExitCode.USAGE_ERROR
     run.stderr.fnmatch_lines(["*shardproof_subject: *nowhere*"])
+
+
+@pytest.mark.parametrize("start", ["tests", ".."])
+def test_names_do_not_say_where_pytest_was_started(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    pytester.makepyfile(
+        **{
+            "trainer": """
+            import torch.distributed as dist
+
+            def step(x, group):
+                dist.all_reduce(x, group=group)
+                return x
+            """,
+            "tests/test_it": """
+            import pytest
+            import torch
+            import torch.distributed as dist
+            import trainer
+
+            @pytest.mark.parity("cp2")
+            def test_it(rank):
+                x = torch.arange(1.0, 5.0, dtype=rank.dtype)
+                if not rank.is_reference:
+                    # A collective of the case's own is none of the trainer's.
+                    dist.all_reduce(x.clone(), group=rank.group("cp"))
+                x = 2 * x if rank.is_reference else trainer.step(x, rank.group("cp"))
+                rank.observe("x", x)
+            """,
+        }
+    )
+    pytester.makeini("[pytest]\npythonpath = .\nshardproof_subject = trainer.py")
+    root = pytester.path
+    monkeypatch.chdir(root / start)
+    where = ["--rootdir", str(root), "-c", str(root / "tox.ini"), str(root / "tests")]
+    run = pytester.runpytest("--mutants", "dropped", *where, "--parity-report", str(root / "said"))
+    assert run.ret == 0
+    lines = (root / "said/run.jsonl").read_text("utf-8").splitlines()
+    (trial,) = json.loads(lines[1])["mutants"]
+    assert trial["mutant"] == "dropped: all_reduce over cp (forward) trainer.py in step"
+    assert trial["site"] == "trainer.py:4 in step"
+    run.stdout.fnmatch_lines(
+        ["collective coverage of trainer.py: 1 of 1 call sites reached, 1 with a killed mutant"]
+    )
 
 
 LEFT_BEHIND = """
