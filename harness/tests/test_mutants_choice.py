@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shardproof.ledger.operations import OPERATIONS
+from shardproof.mutants.campaign import Campaign, Result, Trial
 from shardproof.mutants.choice import ChoiceError, read_choice
 from shardproof.mutants.matrix import lines_of, problems_of, telling
 from shardproof.mutants.survivors import REASONS, SurvivorsError, read_survivors
@@ -147,6 +149,34 @@ def test_a_sample_is_a_share_that_the_seed_draws() -> None:
 def test_choices_without_meaning_are_refused(text: str) -> None:
     with pytest.raises(ChoiceError, match="expected all, sample:SEED"):
         read_choice(text)
+
+
+@pytest.mark.parametrize(
+    ("results", "is_open"),
+    [
+        ([], True),
+        (["killed"], False),
+        (["survived", "survived"], True),
+        (["survived", "survived", "survived"], False),
+        (["refused"], True),
+        (["refused", "survived"], True),
+        (["refused", "refused"], False),
+        (["not judged", "refused"], False),
+        (["refused", "equivalent", "survived"], True),
+        (["equivalent", "equivalent"], True),
+        (["equivalent", "equivalent", "equivalent"], False),
+    ],
+)
+def test_how_often_a_mutant_is_tried(results: list[Result], is_open: bool) -> None:
+    mutant = Mutant(target(), DROPPED)
+    campaign = Campaign(read_choice("dropped"), Path("/repo"))
+    campaign.trials[mutant.name, mutant.target.site] = [
+        Trial(mutant, f"t.py::test_{number}", "cp2", result, "", 1, 1, None, 0.0)
+        for number, result in enumerate(results)
+    ]
+    done = {"ledger": {"places": [[mutant.target.key, 2, 2]]}}
+    drive: Any = SimpleNamespace(traces=[SimpleNamespace(done=done)], fleet=SimpleNamespace(size=4))
+    assert campaign.open_on(drive, "t.py::test_other") == ([mutant] if is_open else [])
 
 
 def cell(*trials: tuple[str, str], case: str = "t.py::test_a") -> dict[str, Any]:
