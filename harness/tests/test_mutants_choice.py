@@ -242,7 +242,12 @@ def test_the_best_of_several_cells_counts() -> None:
 
 def test_a_survivor_needs_a_reason_and_a_reason_a_survivor(tmp_path: Path) -> None:
     cells = [cell((DROPPED, "survived"), (WORLD, "killed"))]
-    assert "survived without a reason" in problems_of(cells, [])[0]
+    (problem,) = problems_of(cells, [])
+    assert "survived without a reason" in problem
+    # All that a line needs is said: who installed the plugin has nothing else to read.
+    assert "as lines 'reason | name':\n  dropped: all_reduce over cp" in problem
+    assert all(f"{reason}: {meaning}" in problem for reason, meaning in REASONS.items())
+    assert "docs/" not in problem
     path = tmp_path / "survivors.txt"
     path.write_text("# what may survive\n\nown part | dropped: all_reduce over cp*\n")
     listed = read_survivors(path)

@@ -78,10 +78,11 @@ def problems_of(
     names = unlisted(trials, listed)
     if names:
         listing = "".join(f"\n  {name}" for name in names)
+        reasons = "; ".join(f"{reason}: {meaning}" for reason, meaning in REASONS.items())
         problems.append(
-            f"{len(names)} survived without a reason: observe what they change, or list them "
-            "with a reason in the file that the ini's shardproof_survivors names (docs/mutants.md):"
-            f"{listing}"
+            f"{len(names)} survived without a reason: observe what they change, or list them in "
+            "the file that the ini's shardproof_survivors names, as lines 'reason | name':"
+            f"{listing}\nreasons are {reasons}"
         )
     return problems
 
