@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 from tests.plugin_support import read_run
 
+from shardproof.mutants import campaign
 from shardproof.mutants.target import ELEMENT, KINDS, OTHER_REDUCTION, REHEARSED, ROUNDED
 
 # Every operation once, all of which is observed. Values differ in every place and on every rank.
@@ -216,6 +218,53 @@ def test_what_mutants_come_to(pytester: pytest.Pytester) -> None:
             "the run fails by its mutants*",
         ]
     )
+
+
+HANGING = """
+    import time
+    from pathlib import Path
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    @pytest.mark.parity("cp2")
+    def test_it(rank):
+        x = torch.arange(1.0, 5.0, dtype=rank.dtype)
+        value = 2 * x
+        if not rank.is_reference:
+            runs = Path(__file__).with_name(f"runs{rank.index}")
+            with runs.open("a") as file:
+                file.write("x")
+            value = x.clone()
+            dist.all_reduce(value, group=rank.group("cp"))
+            if {condition}:
+                time.sleep(1000)
+        rank.observe("x", value)
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "what"),
+    [
+        ("not torch.equal(value, 2 * x)", "with the mutant"),
+        ("len(runs.read_text()) > 2", "on untouched ranks without a mutant"),
+    ],
+)
+def test_a_mutant_that_hangs_is_stopped_by_its_own_limit(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, condition: str, what: str
+) -> None:
+    monkeypatch.setattr(campaign, "LIMIT_LEAST", 1.5)
+    pytester.makepyfile(HANGING.replace("{condition}", condition))
+    run = pytester.runpytest("--mutants", "dropped")
+    _, (cell,) = read_run(pytester)
+    assert cell["outcome"] == "passed"
+    (trial,) = cell["mutants"]
+    assert trial["result"] == "not judged"
+    (said,) = trial["by"]
+    assert fnmatchcase(said, f"*rank ? did not end within ?.? s {what}; expected at most 5 times *")
+    assert "--parity-timeout" not in said
+    assert run.ret == pytest.ExitCode.TESTS_FAILED
 
 
 def test_what_changes_no_bit_needs_no_run_of_its_own(pytester: pytest.Pytester) -> None:

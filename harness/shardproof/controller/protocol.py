@@ -29,7 +29,7 @@ from shardproof.controller.payload import CellReports, note_raised
 from shardproof.controller.reference import Reference, make_reference
 from shardproof.controller.reports import cell_reports, reproduce_line, simple_report
 from shardproof.controller.traces import raised_of
-from shardproof.mutants.campaign import Campaign, idle_in
+from shardproof.mutants.campaign import Campaign, idle_in, limit_of
 from shardproof.mutants.target import REHEARSED, Mutant
 from shardproof.options import Settings
 from shardproof.rank.groups import same_counts
@@ -44,9 +44,6 @@ _REFUSED = {
     "setupplan": "--setup-plan",  # implies the next
     "setuponly": "--setup-only",
 }
-# A mutant that is slower than this many times its cell, and this many seconds, counts as hung.
-_MUTANT_TIMES = 5.0
-_MUTANT_LEAST = 10.0
 # Reference files that may stay in shared memory while other cases run (xdist, reordered tests).
 _REFERENCES_KEPT = 4
 
@@ -254,7 +251,7 @@ class Controller:
         must pass by itself, or what is not the mutant's would be put down to it. That run tells
         too which mutants would change no bit, and need no run of their own.
         """
-        limit = _MUTANT_LEAST + _MUTANT_TIMES * passed.seconds
+        limit = limit_of(passed.seconds)
         mutants = campaign.open_on(passed, case.case)
         records: list[dict[str, Any]] = []
 

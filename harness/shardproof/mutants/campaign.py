@@ -21,6 +21,15 @@ TRIES = 3
 WORDLESS = 2
 """Those on which it may be refused or not judged: what ends before an observation does so again."""
 
+LIMIT_TIMES = 5.0
+LIMIT_LEAST = 10.0
+"""Seconds; slower than this and so many times its cell, a mutant counts as hung."""
+
+
+def limit_of(seconds: float) -> float:
+    """Seconds that a mutant may take on a cell that takes ``seconds`` without one."""
+    return LIMIT_LEAST + LIMIT_TIMES * seconds
+
 
 @dataclass(frozen=True)
 class Trial:
