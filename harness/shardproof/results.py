@@ -238,6 +238,8 @@ def _shown(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "-"
     seconds = f"{cell['seconds']:.2f}s"
+    if cell["outcome"] == "skipped" and "mutants" in cell:
+        return f"not compared {seconds}"
     if cell["outcome"] != "passed":
         if not cell["seconds"]:
             return str(cell["outcome"])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 from tests.plugin_support import read_run
 
-from shardproof.mutants.target import (
-    ELEMENT,
-    KINDS,
-    OTHER_REDUCTION,
-    REHEARSED,
-    ROUNDED,
-    WORLD,
-)
+from shardproof.mutants import campaign
+from shardproof.mutants.target import ELEMENT, KINDS, OTHER_REDUCTION, REHEARSED, ROUNDED
 
 # Every operation once, all of which is observed. Values differ in every place and on every rank.
 ALL = """
@@ -224,6 +220,53 @@ def test_what_mutants_come_to(pytester: pytest.Pytester) -> None:
     )
 
 
+HANGING = """
+    import time
+    from pathlib import Path
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    @pytest.mark.parity("cp2")
+    def test_it(rank):
+        x = torch.arange(1.0, 5.0, dtype=rank.dtype)
+        value = 2 * x
+        if not rank.is_reference:
+            runs = Path(__file__).with_name(f"runs{rank.index}")
+            with runs.open("a") as file:
+                file.write("x")
+            value = x.clone()
+            dist.all_reduce(value, group=rank.group("cp"))
+            if {condition}:
+                time.sleep(1000)
+        rank.observe("x", value)
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "what"),
+    [
+        ("not torch.equal(value, 2 * x)", "with the mutant"),
+        ("len(runs.read_text()) > 2", "on untouched ranks without a mutant"),
+    ],
+)
+def test_a_mutant_that_hangs_is_stopped_by_its_own_limit(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, condition: str, what: str
+) -> None:
+    monkeypatch.setattr(campaign, "LIMIT_LEAST", 1.5)
+    pytester.makepyfile(HANGING.replace("{condition}", condition))
+    run = pytester.runpytest("--mutants", "dropped")
+    _, (cell,) = read_run(pytester)
+    assert cell["outcome"] == "passed"
+    (trial,) = cell["mutants"]
+    assert trial["result"] == "not judged"
+    (said,) = trial["by"]
+    assert fnmatchcase(said, f"*rank ? did not end within ?.? s {what}; expected at most 5 times *")
+    assert "--parity-timeout" not in said
+    assert run.ret == pytest.ExitCode.TESTS_FAILED
+
+
 def test_what_changes_no_bit_needs_no_run_of_its_own(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(OTHERS)
     pytester.runpytest("--mutants", "all", "-k", "cp2-zero or cp2-observed")
@@ -284,7 +327,7 @@ UNTOUCHED = """
 
     @pytest.mark.parity("cp2")
     def test_state_of_another_case(rank):
-        step(rank, values(rank) * len(KEPT[:1]), "state")
+        step(rank, values(rank) * (rank.is_reference or len(KEPT)), "state")
 
     @pytest.mark.parity("cp2", "dp2")
     def test_files(rank):
@@ -310,7 +353,9 @@ def test_what_is_not_the_mutants_is_not_put_down_to_it(pytester: pytest.Pytester
     pytester.makepyfile(UNTOUCHED)
     run = pytester.runpytest("--mutants", "dropped")
     _, cells = read_run(pytester)
-    assert {cell["outcome"] for cell in cells} == {"passed"}
+    ended = [(cell["case"].partition("::")[2], cell["outcome"]) for cell in cells]
+    # The first calls nothing, so that nothing can be tried there.
+    assert [name for name, outcome in ended if outcome != "passed"] == ["test_first"]
     trials = {cell["case"].partition("::")[2]: cell["mutants"] for cell in cells if cell["mutants"]}
     results = {name: [one["result"] for one in found] for name, found in trials.items()}
     assert results == {
@@ -397,6 +442,51 @@ def test_what_no_case_calls_is_named(pytester: pytest.Pytester) -> None:
     run.stderr.fnmatch_lines(["*shardproof_subject: *nowhere*"])
 
 
+@pytest.mark.parametrize("start", ["tests", ".."])
+def test_names_do_not_say_where_pytest_was_started(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    pytester.makepyfile(
+        **{
+            "trainer": """
+            import torch.distributed as dist
+
+            def step(x, group):
+                dist.all_reduce(x, group=group)
+                return x
+            """,
+            "tests/test_it": """
+            import pytest
+            import torch
+            import torch.distributed as dist
+            import trainer
+
+            @pytest.mark.parity("cp2")
+            def test_it(rank):
+                x = torch.arange(1.0, 5.0, dtype=rank.dtype)
+                if not rank.is_reference:
+                    # A collective of the case's own is none of the trainer's.
+                    dist.all_reduce(x.clone(), group=rank.group("cp"))
+                x = 2 * x if rank.is_reference else trainer.step(x, rank.group("cp"))
+                rank.observe("x", x)
+            """,
+        }
+    )
+    pytester.makeini("[pytest]\npythonpath = .\nshardproof_subject = trainer.py")
+    root = pytester.path
+    monkeypatch.chdir(root / start)
+    where = ["--rootdir", str(root), "-c", str(root / "tox.ini"), str(root / "tests")]
+    run = pytester.runpytest("--mutants", "dropped", *where, "--parity-report", str(root / "said"))
+    assert run.ret == 0
+    lines = (root / "said/run.jsonl").read_text("utf-8").splitlines()
+    (trial,) = json.loads(lines[1])["mutants"]
+    assert trial["mutant"] == "dropped: all_reduce over cp (forward) trainer.py in step"
+    assert trial["site"] == "trainer.py:4 in step"
+    run.stdout.fnmatch_lines(
+        ["collective coverage of trainer.py: 1 of 1 call sites reached, 1 with a killed mutant"]
+    )
+
+
 LEFT_BEHIND = """
     import pytest
     import torch
@@ -469,34 +559,3 @@ def test_a_choice_that_is_none_is_refused_before_anything_runs(pytester: pytest.
     run = pytester.runpytest("--mutants", "sample")
     assert run.ret == pytest.ExitCode.USAGE_ERROR
     run.stderr.fnmatch_lines(["*--mutants: expected all, sample:SEED*got 'sample'*"])
-
-
-UNEVEN = """
-    import pytest
-    import torch
-    import torch.distributed as dist
-
-    @pytest.mark.parity("dp2xcp2", timeout=20)
-    def test_some_ranks_alone(rank):
-        x = torch.arange(1.0, 5.0, dtype=rank.dtype) / 3
-        if not rank.is_reference:
-            x = x / rank.size("cp")
-            if rank.coordinates["dp"] == 0:
-                dist.all_reduce(x, group=rank.group("cp"))
-            else:
-                x = x * rank.size("cp")
-        rank.observe("x", x)
-"""
-
-
-def test_what_speaks_to_all_ranks_is_not_tried_where_only_some_call(
-    pytester: pytest.Pytester,
-) -> None:
-    """The run without a mutant, which tells what mutants would change, has to end."""
-    pytester.makepyfile(UNEVEN)
-    pytester.runpytest("--mutants", "all")
-    (cell,) = read_run(pytester)[1]
-    results = {trial["kind"]: trial["result"] for trial in cell["mutants"]}
-    assert {OTHER_REDUCTION, WORLD} < set(results)
-    assert results.pop(WORLD) == "not judged"
-    assert set(results.values()) == {"killed"}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shardproof.ledger.operations import OPERATIONS
+from shardproof.mutants.campaign import Campaign, Result, Trial
 from shardproof.mutants.choice import ChoiceError, read_choice
 from shardproof.mutants.matrix import lines_of, problems_of, telling
 from shardproof.mutants.survivors import REASONS, SurvivorsError, read_survivors
@@ -93,15 +95,15 @@ def test_targets_are_calls_between_ranks_that_hand_out_something() -> None:
     assert one.repeated
 
 
-def test_collectives_of_cases_are_none_of_the_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir("/")
+def test_collectives_of_cases_are_none_of_the_subjects() -> None:
     root = Path("/repo")
     subject = (root / "src/trainer",)
     for site, own in {
-        "repo/tests/test_a.py:3 in f < repo/tests/test_a.py:9 in g": True,
-        "repo/src/other.py:3 in f": True,
-        "repo/src/trainer/reduce.py:3 in f": False,
-        "repo/.venv/lib/python3.11/site-packages/megatron/core/mappings.py:3 in f": False,
+        "tests/test_a.py:3 in f < tests/test_a.py:9 in g": True,
+        "src/other.py:3 in f": True,
+        "/repo/src/other.py:3 in f": True,
+        "src/trainer/reduce.py:3 in f": False,
+        ".venv/lib/python3.11/site-packages/megatron/core/mappings.py:3 in f": False,
         "/opt/megatron/core/mappings.py:3 in f": False,
         "/repo/my env/lib/site-packages/megatron/mappings.py:3 in f": False,
         "a thread without user code": False,
@@ -147,6 +149,34 @@ def test_a_sample_is_a_share_that_the_seed_draws() -> None:
 def test_choices_without_meaning_are_refused(text: str) -> None:
     with pytest.raises(ChoiceError, match="expected all, sample:SEED"):
         read_choice(text)
+
+
+@pytest.mark.parametrize(
+    ("results", "is_open"),
+    [
+        ([], True),
+        (["killed"], False),
+        (["survived", "survived"], True),
+        (["survived", "survived", "survived"], False),
+        (["refused"], True),
+        (["refused", "survived"], True),
+        (["refused", "refused"], False),
+        (["not judged", "refused"], False),
+        (["refused", "equivalent", "survived"], True),
+        (["equivalent", "equivalent"], True),
+        (["equivalent", "equivalent", "equivalent"], False),
+    ],
+)
+def test_how_often_a_mutant_is_tried(results: list[Result], is_open: bool) -> None:
+    mutant = Mutant(target(), DROPPED)
+    campaign = Campaign(read_choice("dropped"), Path("/repo"))
+    campaign.trials[mutant.name, mutant.target.site] = [
+        Trial(mutant, f"t.py::test_{number}", "cp2", result, "", 1, 1, None, 0.0)
+        for number, result in enumerate(results)
+    ]
+    done = {"ledger": {"places": [[mutant.target.key, 2, 2]]}}
+    drive: Any = SimpleNamespace(traces=[SimpleNamespace(done=done)], fleet=SimpleNamespace(size=4))
+    assert campaign.open_on(drive, "t.py::test_other") == ([mutant] if is_open else [])
 
 
 def cell(*trials: tuple[str, str], case: str = "t.py::test_a") -> dict[str, Any]:
@@ -212,7 +242,12 @@ def test_the_best_of_several_cells_counts() -> None:
 
 def test_a_survivor_needs_a_reason_and_a_reason_a_survivor(tmp_path: Path) -> None:
     cells = [cell((DROPPED, "survived"), (WORLD, "killed"))]
-    assert "survived without a reason" in problems_of(cells, [])[0]
+    (problem,) = problems_of(cells, [])
+    assert "survived without a reason" in problem
+    # All that a line needs is said: who installed the plugin has nothing else to read.
+    assert "as lines 'reason | name':\n  dropped: all_reduce over cp" in problem
+    assert all(f"{reason}: {meaning}" in problem for reason, meaning in REASONS.items())
+    assert "docs/" not in problem
     path = tmp_path / "survivors.txt"
     path.write_text("# what may survive\n\nown part | dropped: all_reduce over cp*\n")
     listed = read_survivors(path)

@@ -182,6 +182,22 @@ def test_a_candidate_needs_a_finished_reference(tmp_path: Path) -> None:
         world.cell("cp2", plain)
 
 
+def test_a_candidate_that_is_not_compared_needs_no_reference(tmp_path: Path) -> None:
+    recorder = Recorder(
+        role="candidate",
+        topology=parse_topology("single"),
+        rank=0,
+        reference_dir=tmp_path / "none",
+        cell_dir=tmp_path / "c",
+        dtype=torch.float64,
+        compared=False,
+    )
+    recorder.observe("x", numbers(3))
+    sealed = recorder.seal()
+    with pytest.raises(RuntimeError, match="this is a candidate after it, not compared"):
+        recorder.judge([sealed])
+
+
 def test_rows_on_one_device_are_put_in_source_order(tmp_path: Path) -> None:
     value, order = numbers(6, 9), torch.tensor([3, 1, 0, 5, 4, 2])
     world = World(tmp_path)
@@ -224,7 +240,7 @@ def test_observing_after_the_end_raises(tmp_path: Path) -> None:
     assert recorder.seal() is recorder.seal()
     with pytest.raises(RuntimeError, match="had ended"):
         recorder.observe("y", 1)
-    with pytest.raises(RuntimeError, match="for a candidate after seal"):
+    with pytest.raises(RuntimeError, match="for a candidate that is compared, after seal"):
         recorder.judge([])
 
 

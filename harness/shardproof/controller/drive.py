@@ -140,6 +140,9 @@ class Drive:
             self._finish()
         elif self.run.role != "candidate" or self._abandoned or self.verdicts is not None:
             return
+        elif not self.run.compared:
+            if all(trace.sealed is not None or trace.body_over for trace in self.traces):
+                self._abandon()
         elif all(trace.judged is not None for trace in self.traces):
             self.verdicts = merge([trace.judged or [] for trace in self.traces])
             self._tell({"do": "verdicts", "verdicts": self.verdicts, "reproduce": self._reproduce})
@@ -149,9 +152,13 @@ class Drive:
         elif all(trace.sealed is not None or trace.body_over for trace in self.traces) and any(
             trace.body_over and trace.sealed is None for trace in self.traces
         ):
-            # Some ranks failed or skipped: the others end their case without a verdict.
-            self._abandoned = True
-            self._tell({"do": "abandon"})
+            # Some ranks failed or skipped.
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Ranks whose body ended well end their case without a verdict."""
+        self._abandoned = True
+        self._tell({"do": "abandon"})
 
     def _tell(self, message: dict[str, Any]) -> None:
         for trace in self.traces:

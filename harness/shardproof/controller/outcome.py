@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from shardproof.controller.drive import Drive
 from shardproof.controller.traces import RankTrace
 from shardproof.ledger.words import columns, describe_rank, headline, tails
+from shardproof.mutants.campaign import LIMIT_LEAST, LIMIT_TIMES
+from shardproof.rank.work import Run
 from shardproof.verdict import failed
 from shardproof.verdict import outcome as verdict_outcome
 
@@ -70,11 +72,22 @@ def ending_of(drive: Drive) -> Ending:
         return end(
             "hung",
             root,
-            f"rank {root.rank} did not end within {drive.seconds:.1f} s (--parity-timeout)",
+            f"rank {root.rank} did not end within {drive.seconds:.1f} s{_limited_by(drive.run)}",
         )
     if drive.verdicts is not None and failed(drive.verdicts):
         return Ending(verdict_outcome(drive.verdicts), _verdict_root(drive), "", lines)
     return Ending("passed", None, "", lines)
+
+
+def _limited_by(run: Run) -> str:
+    """Where the limit of a run comes from."""
+    if not run.apart:
+        return " (--parity-timeout)"
+    what = "on untouched ranks without a mutant" if run.mutant is None else "with the mutant"
+    return (
+        f" {what}; expected at most {LIMIT_TIMES:g} times what the cell took before, and "
+        f"{LIMIT_LEAST:g} s"
+    )
 
 
 def _describe(drive: Drive, trace: RankTrace) -> str:

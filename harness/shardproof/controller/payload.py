@@ -22,6 +22,12 @@ _PUBLIC: Final = (
 )
 """The fields of a verdict that run.jsonl documents."""
 
+NOT_COMPARED: Final = (
+    "not compared: it ends well, and calls nothing of which a mutant is still to be tried; run it "
+    "without --mutants to have it judged"
+)
+"""Why a cell of a run with mutants is skipped after it ran."""
+
 
 class CellReports:
     """What cells of a run come to, as pytest's reports with a result each."""
@@ -53,6 +59,14 @@ class CellReports:
         """A cell that was not run."""
         report = skip_report(item, reason)
         self.attach([report], case, Ending("skipped"), None, None, "")
+        return report
+
+    def not_compared(
+        self, item: pytest.Item, case: Case, drive: Drive, more: Mapping[str, Any]
+    ) -> pytest.TestReport:
+        """A cell that ran on ranks to its end, and was judged by nothing."""
+        report = skip_report(item, NOT_COMPARED)
+        self.attach([report], case, Ending("skipped"), drive, None, "", more)
         return report
 
     def xfailed(self, item: pytest.Item, case: Case, reason: str) -> pytest.TestReport:

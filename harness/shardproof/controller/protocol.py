@@ -29,7 +29,7 @@ from shardproof.controller.payload import CellReports, note_raised
 from shardproof.controller.reference import Reference, make_reference
 from shardproof.controller.reports import cell_reports, reproduce_line, simple_report
 from shardproof.controller.traces import raised_of
-from shardproof.mutants.campaign import Campaign, idle_in
+from shardproof.mutants.campaign import Campaign, idle_in, limit_of
 from shardproof.mutants.target import REHEARSED, Mutant
 from shardproof.options import Settings
 from shardproof.rank.groups import same_counts
@@ -44,9 +44,6 @@ _REFUSED = {
     "setupplan": "--setup-plan",  # implies the next
     "setuponly": "--setup-only",
 }
-# A mutant that is slower than this many times its cell, and this many seconds, counts as hung.
-_MUTANT_TIMES = 5.0
-_MUTANT_LEAST = 10.0
 # Reference files that may stay in shared memory while other cases run (xdist, reordered tests).
 _REFERENCES_KEPT = 4
 
@@ -179,37 +176,64 @@ class Controller:
     ) -> list[pytest.TestReport]:
         limit = case.options.timeout or self._settings.timeout
         reference = self._reference(item, case, limit)
+        unfit = self._unfit(item, case, reference)
+        if unfit is not None:
+            return [unfit]
+        following = self._next(item, topology.world_size, nextitem)
+        footer = reproduce_line(item, self._settings, topology.name)
+
+        def run() -> tuple[Drive, Ending, list[pytest.TestReport]]:
+            drive, ending, errors = self._run_ranks(
+                item, case, topology, reference, following, limit=limit
+            )
+            reports = cell_reports(item, drive, ending, footer)
+            if ending.outcome == "not started":
+                note_raised(reports, raised_of(drive.traces[ending.root or 0]))
+            if errors:
+                reports = [report for report in reports if report.when != "teardown"]
+                reports.append(_late_teardown(item, errors))
+            return drive, ending, reports
+
+        drive, ending, reports = run()
+        campaign = self._campaign
+        if campaign is not None and not drive.run.compared and _all_passed(reports):
+            if not campaign.open_on(drive, case.case):
+                more = {"mutants": [], "call_sites": campaign.newly_reached(drive)}
+                return [self._write.not_compared(item, case, drive, more)]
+            # Something can be tried here: now the clean run counts, and needs its floors.
+            reference.finish()
+            self._end_if_fresh()
+            unfit = self._unfit(item, case, reference)
+            if unfit is not None:
+                return [unfit]
+            reference.restore_files()
+            drive, ending, reports = run()
+        if drive.verdicts == [] and ending.outcome == "passed":
+            return [self._write.bad(item, case, "invalid", _OBSERVES_NOTHING)]
+        tried: dict[str, Any] = {}
+        if campaign is not None and _all_passed(reports):
+            tried = self._try_mutants(campaign, item, case, topology, reference, drive)
+        self._write.attach(reports, case, ending, drive, reference, footer, tried)
+        return reports
+
+    def _unfit(
+        self, item: pytest.Item, case: Case, reference: Reference
+    ) -> pytest.TestReport | None:
+        """What a cell comes to that has no reference to be compared with."""
         if reference.skip is not None:
-            return [self._write.skipped(item, case, f"the reference skipped: {reference.skip}")]
+            return self._write.skipped(item, case, f"the reference skipped: {reference.skip}")
         if reference.xfail is not None:
-            return [self._write.xfailed(item, case, reference.xfail)]
+            return self._write.xfailed(item, case, reference.xfail)
         if reference.problem is None and reference.fallen and case.options.full_precision:
             places = "\n".join(describe_fall(fall) for fall in reference.fallen)
             reference.problem = (
                 "reference failed",
                 f"the case asks for full precision, but its reference fell below it:\n{places}",
             )
-        if reference.problem is not None:
-            outcome, text = reference.problem
-            return [self._write.bad(item, case, outcome, text, reference.raised)]
-        following = self._next(item, topology.world_size, nextitem)
-        drive, ending, errors = self._run_ranks(
-            item, case, topology, reference, following, limit=limit
-        )
-        footer = reproduce_line(item, self._settings, topology.name)
-        if drive.verdicts == [] and ending.outcome == "passed":
-            return [self._write.bad(item, case, "invalid", _OBSERVES_NOTHING)]
-        reports = cell_reports(item, drive, ending, footer)
-        if ending.outcome == "not started":
-            note_raised(reports, raised_of(drive.traces[ending.root or 0]))
-        if errors:
-            reports = [report for report in reports if report.when != "teardown"]
-            reports.append(_late_teardown(item, errors))
-        tried: dict[str, Any] = {}
-        if self._campaign is not None and all(report.passed for report in reports):
-            tried = self._try_mutants(self._campaign, item, case, topology, reference, drive)
-        self._write.attach(reports, case, ending, drive, reference, footer, tried)
-        return reports
+        if reference.problem is None:
+            return None
+        outcome, text = reference.problem
+        return self._write.bad(item, case, outcome, text, reference.raised)
 
     def _try_mutants(
         self,
@@ -227,7 +251,7 @@ class Controller:
         must pass by itself, or what is not the mutant's would be put down to it. That run tells
         too which mutants would change no bit, and need no run of their own.
         """
-        limit = _MUTANT_LEAST + _MUTANT_TIMES * passed.seconds
+        limit = limit_of(passed.seconds)
         mutants = campaign.open_on(passed, case.case)
         records: list[dict[str, Any]] = []
 
@@ -324,6 +348,7 @@ class Controller:
             rehearsed=[one.message() for one in rehearsed],
             apart=apart,
             imports=tuple(self._imports) if apart else (),
+            compared=reference.is_finished,
         )
         footer = reproduce_line(item, self._settings, topology.name)
         drive = run_to_end(Drive(fleet, run, limit=limit, reproduce=footer))
@@ -375,14 +400,20 @@ class Controller:
 
         # Mutants are far from every gate, also from the wide ones of few noise runs.
         most = None if self._campaign is None else FEW_RUNS
-        reference = make_reference(self._pool, item, make_run, limit=limit, most=most)
-        if self._settings.fresh:
-            self._pool.end_references()
+        reference = make_reference(
+            self._pool, item, make_run, limit=limit, most=most, later=self._campaign is not None
+        )
+        self._end_if_fresh()
         self._references[key] = reference
         while len(self._references) > _REFERENCES_KEPT:
             _, oldest = self._references.popitem(last=False)
             oldest.remove()
         return reference
+
+    def _end_if_fresh(self) -> None:
+        """References end as their ranks do."""
+        if self._settings.fresh:
+            self._pool.end_references()
 
     def pass_over(self, item: pytest.Item) -> None:
         """Say that a cell will not be run."""
@@ -447,6 +478,10 @@ _OBSERVES_NOTHING = (
     "the case observed nothing, so nothing was compared; call rank.observe(name, value) or "
     "rank.observe_gradients(...) on the reference and on every rank"
 )
+
+
+def _all_passed(reports: Sequence[pytest.TestReport]) -> bool:
+    return all(report.passed for report in reports)
 
 
 def _late_teardown(item: pytest.Item, errors: list[str]) -> pytest.TestReport:

@@ -29,7 +29,7 @@ class Reference:
     ``problem`` is (outcome, text); ``skip`` a reason to skip every topology, ``xfail`` one to
     expect its failure (``pytest.xfail`` in the body). ``raised`` describes the exception behind a
     problem, where a control asks for it. ``fallen`` are the places where a float64 reference fell
-    to a lower precision.
+    to a lower precision. ``rest`` is what is left to do before candidates can be judged.
     """
 
     directory: Path
@@ -40,6 +40,18 @@ class Reference:
     raised: Mapping[str, Any] | None = None
     fallen: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    rest: Callable[[], None] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether candidates can be judged by it, as far as that will ever be."""
+        return self.rest is None
+
+    def finish(self) -> None:
+        """Repeat it and run it under noise, where that is still to be done."""
+        rest, self.rest = self.rest, None
+        if rest is not None:
+            rest()
 
     @property
     def _before(self) -> Path:
@@ -55,9 +67,19 @@ class Reference:
         shutil.copytree(self._before, directory, dirs_exist_ok=True, symlinks=True)
         return directory
 
+    def restore_files(self) -> None:
+        """Let the case find the files that were kept."""
+        shutil.rmtree(self.case_dir, ignore_errors=True)
+        shutil.copytree(self._before, self.case_dir, symlinks=True)
+
+    @property
+    def files_of_noise(self) -> Path:
+        """Where noise runs of later find the case's files as its first run left them."""
+        return self.case_dir.with_name(f"{self.case_dir.name}-noise")
+
     def remove(self) -> None:
         """Remove all its files."""
-        for path in (self.directory, self.case_dir, self._before):
+        for path in (self.directory, self.case_dir, self._before, self.files_of_noise):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -68,16 +90,20 @@ def make_reference(
     *,
     limit: float,
     most: int | None = None,
+    later: bool = False,
 ) -> Reference:
     """Run the reference, repeat it, run it under noise, and have the floors computed.
 
-    ``most`` limits the noise runs: fewer make wider gates.
+    ``most`` limits the noise runs: fewer make wider gates. With ``later`` all but the first run
+    waits for :meth:`Reference.finish`.
     ``make_run(role=..., noise=..., tmp_path=..., rendezvous=..., reference_dir=..., cell_dir=...,
     case_dir=...)`` makes one run of the item.
     """
     reference = Reference(
         pool.directory(f"reference-{item.name}"), pool.directory(f"case-{item.name}")
     )
+
+    files = reference.case_dir
 
     def start(label: str, role: str, noise: int) -> Drive:
         fleet = pool.get(label, 1)
@@ -88,19 +114,28 @@ def make_reference(
             rendezvous=str(fleet.directory),
             reference_dir=str(reference.directory),
             cell_dir=str(reference.directory),  # one rank has nobody to share with
-            case_dir=str(reference.case_dir),
+            case_dir=str(files),
         )
         return Drive(fleet, run, limit=limit, reproduce="")
 
     labels = [f"reference{number}" for number in range(_width())]
-    try:
-        first = run_to_end(start(labels[0], "reference", 0))
-        _account(pool, reference, first)
-        if (reference.problem, reference.skip, reference.xfail) == (None, None, None):
-            _floors(pool, reference, start, labels, most)
-    except StartError as error:
-        reference.problem = ("not started", str(error))
-        reference.raised = error.raised
+
+    def attempt(step: Callable[[], None]) -> None:
+        try:
+            step()
+        except StartError as error:
+            reference.problem = ("not started", str(error))
+            reference.raised = error.raised
+
+    attempt(lambda: _account(pool, reference, run_to_end(start(labels[0], "reference", 0))))
+    if (reference.problem, reference.skip, reference.xfail) == (None, None, None):
+        reference.rest = lambda: attempt(lambda: _floors(pool, reference, start, labels, most))
+    if not later:
+        reference.finish()
+    elif not reference.is_finished:
+        # Candidates write there before: a floor must not come of what they write.
+        files = reference.files_of_noise
+        shutil.copytree(reference.case_dir, files, symlinks=True)
     return reference
 
 

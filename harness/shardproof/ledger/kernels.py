@@ -78,17 +78,19 @@ def begin(
     mutation: Mutation | Rehearsal | None = None,
     *,
     callers: bool = False,
+    root: Path | None = None,
 ) -> None:
     """Open the book of a cell, in which ``mutation`` is at work.
 
-    With ``callers`` a call site is told apart by its callers too, and may lie in a library.
+    With ``callers`` a call site is told apart by its callers too, and may lie in a library. Its
+    paths are relative to ``root``, the working directory by default.
 
     Raises:
         LedgerError: torch has operations that the ledger does not know.
     """
     install()
     sites = _state.library_sites if callers else _state.sites
-    sites.begin()
+    sites.begin(root)
     _state.book = Book(directory, rank, axis_of, sites, callers=callers)
     _state.mutation = mutation
 

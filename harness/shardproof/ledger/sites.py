@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
@@ -43,9 +44,12 @@ class Sites:
         self._here = ""
         self.begin()
 
-    def begin(self) -> None:
-        """Paths below the present working directory are relative to it, wherever a case goes."""
-        here = os.getcwd() + os.sep  # noqa: PTH109 - a prefix of strings is wanted
+    def begin(self, root: Path | None = None) -> None:
+        """Paths below ``root`` are relative to it.
+
+        By default it is the present working directory, wherever a case goes.
+        """
+        here = f"{root or os.getcwd()}{os.sep}"  # noqa: PTH109 - a prefix of strings is wanted
         if here != self._here:
             self._here = here
             self._texts.clear()
@@ -82,7 +86,7 @@ class Sites:
         return JOINED.join(texts) or "a thread without user code"
 
     def _text(self, site: tuple[CodeType, int]) -> str:
-        """``file:line in function``, the file relative to where the case began if it is below."""
+        """``file:line in function``, the file relative to what :meth:`begin` was told if below."""
         found = self._texts.get(site)
         if found is None:
             code, line = site

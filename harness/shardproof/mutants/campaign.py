@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 Result = Literal["killed", "refused", "survived", "not judged", "equivalent", "not reached"]
 TRIES = 3
 """Test functions with which a mutant is tried before it counts as survived, or as equivalent."""
+WORDLESS = 2
+"""Those on which it may be refused or not judged: what ends before an observation does so again."""
+
+LIMIT_TIMES = 5.0
+LIMIT_LEAST = 10.0
+"""Seconds; slower than this and so many times its cell, a mutant counts as hung."""
+
+
+def limit_of(seconds: float) -> float:
+    """Seconds that a mutant may take on a cell that takes ``seconds`` without one."""
+    return LIMIT_LEAST + LIMIT_TIMES * seconds
 
 
 @dataclass(frozen=True)
@@ -176,7 +187,10 @@ class Campaign:
         if sum(trial.result == "equivalent" for trial in trials) >= self.tries:
             return False
         tried = {_function(trial.case) for trial in trials if trial.result not in _SAYS_NOTHING}
-        return len(tried) < self.tries and _function(case) not in tried
+        wordless = {_function(trial.case) for trial in trials if trial.result in _WORDLESS}
+        if len(tried) >= self.tries or len(wordless) >= WORDLESS:
+            return False
+        return _function(case) not in tried
 
 
 def idle_in(rehearsed: Sequence[Mutant], drive: Drive) -> dict[Mutant, int]:
@@ -193,6 +207,7 @@ def idle_in(rehearsed: Sequence[Mutant], drive: Drive) -> dict[Mutant, int]:
 
 
 _SAYS_NOTHING = ("equivalent", "not reached")
+_WORDLESS = ("refused", "not judged")
 
 
 def _places(drive: Drive) -> list[Any]:

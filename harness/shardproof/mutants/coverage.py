@@ -135,11 +135,11 @@ def covered(
 ) -> Covered:
     """Compare what was read with the texts of call sites that ranks reached.
 
-    ``killed`` are the texts of those where a mutant was killed, ``subject`` the declared paths,
-    relative to ``root`` (the working directory by default).
+    ``killed`` are the texts of those where a mutant was killed, ``subject`` the declared paths; all
+    are relative to ``root`` (the working directory by default).
     """
     declared = tuple(subject)
-    here, above = Path.cwd(), root or Path.cwd()
+    above = root or Path.cwd()
     places = tuple(os.path.abspath(above / path) for path in declared)  # noqa: PTH100
     broken = set(killed)
     texts = broken.union(reached)
@@ -149,7 +149,7 @@ def covered(
         frame = next(iter(frames_of(text)), None)
         if frame is None:
             continue
-        path = os.path.abspath(here / frame.file)  # noqa: PTH100 - links stay as they are
+        path = os.path.abspath(above / frame.file)  # noqa: PTH100 - links stay as they are
         inside = any(path == place or path.startswith(place + os.sep) for place in places)
         any_inside |= inside
         if inside and not _is_read(frame, found):

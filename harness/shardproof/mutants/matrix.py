@@ -78,10 +78,11 @@ def problems_of(
     names = unlisted(trials, listed)
     if names:
         listing = "".join(f"\n  {name}" for name in names)
+        reasons = "; ".join(f"{reason}: {meaning}" for reason, meaning in REASONS.items())
         problems.append(
-            f"{len(names)} survived without a reason: observe what they change, or list them "
-            "with a reason in the file that the ini's shardproof_survivors names (docs/mutants.md):"
-            f"{listing}"
+            f"{len(names)} survived without a reason: observe what they change, or list them in "
+            "the file that the ini's shardproof_survivors names, as lines 'reason | name':"
+            f"{listing}\nreasons are {reasons}"
         )
     return problems
 
@@ -164,6 +165,12 @@ def lines_of(
     apart = _separation(cells)
     if apart is not None:
         lines.append(str(apart))
+    left = sum(cell.get("outcome") == "skipped" and "mutants" in cell for cell in cells)
+    if left:
+        lines.append(
+            f"{left} of {len(cells)} cells were not compared: nothing was left to try where they "
+            "ended well"
+        )
     for result in ("survived", "not judged", "refused", "not reached"):
         lines += [_line(trial, listed) for trial in trials if trial["result"] == result]
     problems = problems_of(cells, listed, sampled=sampled)

@@ -72,7 +72,8 @@ def read_sites(paths: Iterable[str | Path], root: Path | None = None) -> tuple[C
     Raises:
         ReadingError: no path, one that does not exist or holds no source, or source that is none.
     """
-    modules = [_read(path) for path in _files(paths, root or Path.cwd())]
+    above = root or Path.cwd()
+    modules = [_read(path, above) for path in _files(paths, above)]
     known = {name: one.scope for one in modules for name in one.names}
     scopes: dict[ast.AST, Scope] = {}
     for one in modules:
@@ -119,9 +120,8 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _read(path: Path) -> _Module:
-    here = os.getcwd() + os.sep  # noqa: PTH109 - as the ledger writes files
-    file = str(path).removeprefix(here)
+def _read(path: Path, root: Path) -> _Module:
+    file = str(path).removeprefix(f"{root}{os.sep}")  # as the ledger writes files
     try:
         tree = ast.parse(path.read_bytes(), file)
     except (OSError, SyntaxError, ValueError) as error:

@@ -140,13 +140,13 @@ def is_the_cases_own(site: str, subject: Sequence[Path], root: Path) -> bool:
     """Whether a call site belongs to the project that tests, and not to the system under test.
 
     Args:
-        site: as of a target; its paths are absolute or relative to the working directory.
+        site: as of a target; its paths are absolute or relative to ``root``.
         subject: absolute paths of the system under test; when empty, everything may belong to it.
         root: the project's directory. What lies elsewhere or is installed is a library, which the
             system under test calls.
     """
     text = _LINE.split(site)[0]
-    path = Path.cwd() / text
+    path = root / text
     # Without a line it is a thread without user code: the subject's, for all that is known.
     if not subject or text == site or not path.is_relative_to(root):
         return False

@@ -143,14 +143,16 @@ class RankHooks:
         if call.excinfo is not None:
             vars(report).update(self.raised(call.excinfo.value))
         active = self.active
-        if active is None or active.run.role == "candidate":
+        if active is None or (active.run.role == "candidate" and active.run.compared):
             return report
         if call.excinfo is None and report.when == "call":
+            # A candidate that nobody compares may end well where the comparison is to fail.
             report.outcome = "passed"
             report.longrepr = None
             vars(report).pop("wasxfail", None)
         elif (
-            call.excinfo is not None
+            active.run.role != "candidate"
+            and call.excinfo is not None
             and not isinstance(call.excinfo.value, XFailed)
             and vars(report).pop("wasxfail", None) is not None
         ):

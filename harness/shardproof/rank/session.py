@@ -260,7 +260,13 @@ class RankSession:
                 self._mutation = Rehearsal([Mutant.of(one) for one in run.rehearsed])
             names = AxisNames(topology, self._rank)
             kernels.begin(
-                Path(run.cell_dir), self._rank, names, self._mutation, callers=run.callers
+                Path(run.cell_dir),
+                self._rank,
+                names,
+                self._mutation,
+                callers=run.callers,
+                # Names of mutants are the same wherever pytest was started.
+                root=self._config.rootpath if run.callers else None,
             )
         if dtype in (torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
@@ -277,6 +283,7 @@ class RankSession:
             cell_dir=Path(run.cell_dir),
             dtype=dtype,
             seed=run.noise,
+            compared=run.compared,
         )
         rank = Rank(
             topology=topology,

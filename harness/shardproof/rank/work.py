@@ -40,7 +40,9 @@ class Run:
     ``callers`` that call sites are told apart by their callers, ``mutant`` which of them hand out
     something else (:mod:`shardproof.mutants`), ``rehearsed`` are mutants of which only what they
     would change is looked at, ``apart`` that the ranks must be as new afterwards.
-    ``imports`` are modules that runs like it import, so that it need not.
+    ``imports`` are modules that runs like it import, so that it need not. ``compared`` says whether
+    a candidate is judged: otherwise it runs only to see what it calls, and needs the reference's
+    first run alone.
     Paths are directories made by the controller; in ``rendezvous`` ranks of one fleet, or of one
     run apart, find each other.
     """
@@ -65,6 +67,7 @@ class Run:
     rehearsed: Sequence[dict[str, Any]] = ()
     apart: bool = False
     imports: tuple[str, ...] = ()
+    compared: bool = True
 
 
 def to_message(kind: str, value: Run) -> dict[str, Any]:

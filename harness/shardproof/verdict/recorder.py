@@ -42,7 +42,8 @@ class Recorder:
     ``noise`` (with ``seed``, a small integer that names the run) measures how far rounding moves
     them, ``candidate`` compares. ``reference_dir``: files of the reference, made where missing.
     ``cell_dir``: shared by the ranks of this cell, on this host. ``dtype``: of the run; rounding is
-    taken from it or from a value's own dtype, whichever is coarser.
+    taken from it or from a value's own dtype, whichever is coarser. With ``compared`` false a
+    candidate only says what it observes: it needs no reference, and can't be judged.
 
     Raises:
         StoreError: a noise run or a candidate finds no finished reference.
@@ -59,6 +60,7 @@ class Recorder:
         cell_dir: Path,
         dtype: torch.dtype,
         seed: int = 0,
+        compared: bool = True,
     ) -> None:
         self._role = role
         self._topology = topology
@@ -79,7 +81,7 @@ class Recorder:
                 self._run = RepeatRun(reference_dir)
             elif role == "noise":
                 self._run = NoiseRun(reference_dir, seed)
-            else:
+            elif compared:
                 self._store = open_store(reference_dir)
                 self._writer = Writer(rank_file(cell_dir, rank))
                 self._candidate = Candidate(self._store, self._writer, topology, rank)
@@ -169,7 +171,7 @@ class Recorder:
             with _quiet():
                 if self._run is not None:
                     self._run.finish(self._problems)
-                else:
+                elif self._candidate is not None:
                     self._writer.close()
             self._sealed = {
                 "rank": self._rank,
@@ -186,10 +188,11 @@ class Recorder:
             RuntimeError: not a candidate, or not sealed yet.
             ValueError: ``sealed`` is not one from each rank.
         """
-        if self._role != "candidate" or self._sealed is None:
+        if self._candidate is None or self._sealed is None:
             raise RuntimeError(
-                f"judge() is for a candidate after seal(), this is a {self._role} "
-                f"{'after' if self._sealed else 'before'} it"
+                f"judge() is for a candidate that is compared, after seal(): this is a "
+                f"{self._role} {'after' if self._sealed else 'before'} it"
+                f"{', not compared' if self._role == 'candidate' and not self._candidate else ''}"
             )
         ordered = sorted(sealed, key=lambda one: int(one["rank"]))
         ranks = [int(one["rank"]) for one in ordered]
