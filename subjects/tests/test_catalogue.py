@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-DOCUMENT = Path(__file__).parents[2] / "docs/catalogue.md"
+from subjects.tests.catalogue import DOCUMENT, Row, explained, read
+
 ROWS = 89
 REASONS = {
     "no attention sinks",
@@ -26,37 +25,6 @@ REASONS = {
 }
 ABSENT = {"I"}
 """Families of parts that the trainer has not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One public bug: faults with their cases, or the reason that it does not apply."""
-
-    number: int
-    family: str
-    faults: tuple[tuple[str, str], ...]
-    reason: str
-
-
-def read(text: str) -> list[Row]:
-    rows = []
-    for line in text.splitlines():
-        found = re.match(
-            r"\| (\d+) \| ([A-Z]) [^|]+ \| \[[^|]+\]\(https://[^|]+\)[^|]* \| [^|]+ \| (.+) \|$",
-            line,
-        )
-        if found:
-            faults = re.findall(r"`([^`]+)` \(`([^`]+)`\)", found[3])
-            _, _, reason = found[3].partition("not here: ")
-            rows.append(
-                Row(
-                    number=int(found[1]),
-                    family=found[2],
-                    faults=tuple(faults),
-                    reason=reason.partition(";")[0],
-                )
-            )
-    return rows
 
 
 def problems(
@@ -111,7 +79,7 @@ def test_every_family_of_a_part_that_we_have_is_represented() -> None:
 def test_reasons_are_explained_and_used() -> None:
     text = DOCUMENT.read_text("utf-8")
     assert {row.reason for row in read(text) if row.reason} == REASONS
-    assert set(re.findall(r"^- ([^:]+): ", text, re.MULTILINE)) == REASONS
+    assert set(explained(text)) == REASONS
 
 
 LINK = "[a thread](https://example.org/1)"
@@ -124,7 +92,10 @@ CASES = {"halved": "test_a.test_b", "lost": "test_a.test_c"}
 
 
 def test_a_table_that_is_right_passes() -> None:
-    assert [row.number for row in read(TABLE)] == [1, 2]
+    assert [(row.number, row.family, row.words) for row in read(TABLE)] == [
+        (1, "A", "loss"),
+        (2, "B", "sums"),
+    ]
     assert not problems(read(TABLE), NUMBERS, CASES)
 
 

@@ -147,21 +147,8 @@ def lines_of(
     trials = telling(cells)
     if not trials:
         return ["no mutant was tried: no cell that passed calls a collective that was chosen"]
-    counts = Counter((trial["kind"], trial["result"]) for trial in trials)
-    rows = [["mutant", *RESULTS]]
-    rows += [
-        [kind, *(str(counts[kind, result] or "-") for result in RESULTS)]
-        for kind in KINDS
-        if any(counts[kind, result] for result in RESULTS)
-    ]
-    totals = Counter(trial["result"] for trial in trials)
-    rows.append(["all", *(str(totals[result] or "-") for result in RESULTS)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines += _shares(trials, listed)
+    lines = table_of(trials)
+    lines += shares_of(trials, listed)
     apart = _separation(cells)
     if apart is not None:
         lines.append(str(apart))
@@ -171,8 +158,7 @@ def lines_of(
             f"{left} of {len(cells)} cells were not compared: nothing was left to try where they "
             "ended well"
         )
-    for result in ("survived", "not judged", "refused", "not reached"):
-        lines += [_line(trial, listed) for trial in trials if trial["result"] == result]
+    lines += unkilled(trials, listed)
     problems = problems_of(cells, listed, sampled=sampled)
     lines += _hints(trials, listed) + [line for text in problems for line in text.split("\n")]
     if problems:
@@ -180,26 +166,65 @@ def lines_of(
     return lines
 
 
-def _shares(trials: Sequence[Record], listed: Sequence[Listed]) -> list[str]:
+def table_of(trials: Sequence[Record]) -> list[str]:
+    """Kinds by results, with a row of all, from what ``telling`` returns."""
+    counts = Counter((trial["kind"], trial["result"]) for trial in trials)
+    rows = [["mutant", *RESULTS]]
+    rows += [
+        [kind, *(str(counts[kind, result] or "-") for result in RESULTS)]
+        for kind in KINDS
+        if any(counts[kind, result] for result in RESULTS)
+    ]
+    totals = Counter(trial["result"] for trial in trials)
+    rows.append(["all", *(str(totals[result] or "-") for result in RESULTS)])
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, columns below one another; all rows have as many."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def changing(trials: Iterable[Record]) -> list[Record]:
+    """Mutants that change a number, or may: all but the equivalent and those not reached."""
+    return [trial for trial in trials if trial["result"] not in ("equivalent", "not reached")]
+
+
+def shares_of(trials: Sequence[Record], listed: Sequence[Listed]) -> list[str]:
     """How many mutants were noticed, of those that change a number and of those that matter."""
     totals = Counter(trial["result"] for trial in trials)
-    changing = len(trials) - totals["equivalent"] - totals["not reached"]
-    if not changing:
+    changes = len(changing(trials))
+    if not changes:
         return []
     killed, noticed = totals["killed"], totals["killed"] + totals["refused"]
-    text = f"{killed} of {changing} mutants that change a number are killed"
-    text += f" ({100 * killed / changing:.1f} %)"
+    text = f"{killed} of {changes} mutants that change a number are killed"
+    text += f" ({100 * killed / changes:.1f} %)"
     if noticed > killed:
-        text += f", {noticed - killed} more refused ({100 * noticed / changing:.1f} %)"
+        text += f", {noticed - killed} more refused ({100 * noticed / changes:.1f} %)"
     lines = ["", f"{text}; {len({trial['site'] for trial in trials})} places"]
     idle = sum(reason_of(trial, listed) not in (None, SHOWN) for trial in trials)
-    matter = changing - idle
+    matter = changes - idle
     if idle and matter:
         lines.append(
             f"{noticed} of the {matter} that make a difference are killed or refused "
             f"({100 * noticed / matter:.1f} %); {idle} survive with a reason why they make none"
         )
     return lines
+
+
+def unkilled(trials: Iterable[Record], listed: Sequence[Listed]) -> list[str]:
+    """A line for each mutant that was neither killed nor equivalent, with its call site."""
+    known = list(trials)
+    return [
+        _line(trial, listed)
+        for result in ("survived", "not judged", "refused", "not reached")
+        for trial in known
+        if trial["result"] == result
+    ]
 
 
 def _line(trial: Record, listed: Sequence[Listed]) -> str:
