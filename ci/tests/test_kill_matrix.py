@@ -227,11 +227,12 @@ def test_cells_that_are_no_controls_are_left_out(conclude: Conclude, report: Rep
 @pytest.mark.parametrize(
     ("results", "survivors", "status"),
     [
-        (["killed"] * 19 + ["survived"], "", 0),
-        (["killed"] * 18 + ["survived"] * 2, "", 1),
-        (["killed"] * 18 + ["survived"] * 2, "flag | dropped*in number19", 0),
-        (["killed"] * 18 + ["survived"] * 2, "flag | dropped*in number1", 1),
-        (["killed"] * 18 + ["refused", "not judged"], "flag | *", 1),
+        (["killed"] * 19 + ["not judged"], "", 0),
+        (["killed"] * 18 + ["not judged"], "", 1),
+        (["killed"] * 10 + ["refused"] * 9 + ["not judged"], "", 0),
+        (["killed"] * 18 + ["not judged"] + ["survived"], "flag | *", 1),
+        (["killed"] * 19 + ["not judged"] + ["survived"] * 9, "flag | *", 0),
+        (["killed"] * 19 + ["not judged"] + ["survived"], "reported | *", 1),
         (["killed"] + ["equivalent"] * 9 + ["not reached"] * 9, "", 0),
         (["equivalent"], "", 1),
     ],
@@ -242,7 +243,17 @@ def test_the_share_of_mutants_that_must_be_killed(
     folder = report("mutants", [mutants(*results)])
     found, out = conclude("--only", "mutants", folder, survivors=survivors)
     assert found == status
-    assert ("expected 95% together" in out) == bool(status)
+    assert ("make a difference are killed or refused, expected 95%" in out) == bool(status)
+
+
+@pytest.mark.parametrize(("survivors", "status"), [("", 1), ("flag | dropped*in number20", 0)])
+def test_a_survivor_without_a_reason_fails(
+    conclude: Conclude, report: Report, survivors: str, status: int
+) -> None:
+    folder = report("mutants", [mutants(*["killed"] * 20, "survived")])
+    found, out = conclude("--only", "mutants", folder, survivors=survivors)
+    assert found == status
+    assert ("1 survive without a reason in cases/survivors.txt" in out) == bool(status)
 
 
 def test_mutants_by_kind_beside_faults(conclude: Conclude, report: Report) -> None:

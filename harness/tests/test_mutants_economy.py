@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.plugin_support import read_run
 
-from shardproof.mutants.target import OTHER_REDUCTION, WORLD
+from shardproof.mutants import campaign
+from shardproof.mutants.target import OTHER_REDUCTION, WORLD, Mutant
 
 LEFT_ALONE = """
     from pathlib import Path
@@ -116,3 +119,76 @@ def test_what_speaks_to_all_ranks_is_not_tried_where_only_some_call(
     assert {OTHER_REDUCTION, WORLD} < set(results)
     assert results.pop(WORLD) == "not judged"
     assert set(results.values()) == {"killed"}
+
+
+OBSERVED = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    @pytest.mark.parity("cp2")
+    @pytest.mark.parametrize("time", ["before", "during", "after"])
+    def test_sum(rank, time):
+        x = torch.arange(1.0, 5.0, dtype=rank.dtype) / 3
+        if not rank.is_reference:
+            x = x / 2
+            dist.all_reduce(x, group=rank.group("cp"))
+        rank.observe("x", x)
+"""
+
+
+def test_ctrl_c_among_mutants_loses_no_line(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cell passed, and some of its mutants were tried: both are told before the end."""
+    taken: list[str] = []
+    take = campaign.Campaign.take
+
+    def stopped(self: campaign.Campaign, mutant: Mutant, *place: Any) -> dict[str, Any]:
+        taken.append(mutant.kind)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        return take(self, mutant, *place)
+
+    monkeypatch.setattr(campaign.Campaign, "take", stopped)
+    pytester.makepyfile(OBSERVED)
+    run = pytester.runpytest("--mutants", "all", no_reraise_ctrlc=True)
+    assert run.ret == pytest.ExitCode.INTERRUPTED
+    (cell,) = read_run(pytester)[1]
+    assert cell["outcome"] == "passed"
+    assert [trial["kind"] for trial in cell["mutants"]] == taken[:2]
+    assert {trial["result"] for trial in cell["mutants"]} == {"killed"}
+    run.stdout.fnmatch_lines(["2 of 3 cells did not run: *"])
+
+
+SELDOM = """
+    from pathlib import Path
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    @pytest.mark.parity("cp2")
+    def test_it(rank):
+        x = torch.arange(1.0, 5.0, dtype=rank.dtype)
+        if not rank.is_reference:
+            runs = Path(__file__).with_name(f"runs{rank.index}")
+            with runs.open("a") as file:
+                file.write("x")
+            # Once to see what it calls, and once to be compared.
+            if len(runs.read_text()) <= 2:
+                dist.all_reduce(x.clone(), group=rank.group("cp"))
+        rank.observe("x", x)
+"""
+
+
+def test_what_a_run_does_not_call_again_is_not_reached(pytester: pytest.Pytester) -> None:
+    """Neither killed nor survived: nothing was broken."""
+    pytester.makepyfile(SELDOM)
+    run = pytester.runpytest("--mutants", "all")
+    (cell,) = read_run(pytester)[1]
+    assert cell["outcome"] == "passed"
+    assert {trial["result"] for trial in cell["mutants"]} == {"not reached"}
+    assert {trial["calls"] for trial in cell["mutants"]} == {0}
+    assert run.ret == pytest.ExitCode.TESTS_FAILED
+    run.stdout.fnmatch_lines(["not reached: dropped: all_reduce over cp in forward, *"])

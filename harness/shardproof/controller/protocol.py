@@ -79,6 +79,8 @@ class Controller:
         self._references: OrderedDict[str, Reference] = OrderedDict()
         self._unclean: set[int] = set()
         self._last: pytest.Item | None = None
+        # Ctrl-C among the mutants of a cell: what is known of the cell is told first.
+        self._interrupt: KeyboardInterrupt | None = None
         self._order = [item for item in items if cell_of(item)]
         self._at = {item.nodeid: number for number, item in enumerate(self._order)}
         self._pool.files = list(dict.fromkeys(str(item.path) for item in self._order))
@@ -106,6 +108,8 @@ class Controller:
             hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         self._last = item
+        if self._interrupt is not None:
+            raise self._interrupt
         return True
 
     def _own_teardown(
@@ -299,6 +303,8 @@ class Controller:
         except StartError as error:
             left = mutants[len(records) :]
             records += campaign.give_up(left, case.case, topology.name, str(error))
+        except KeyboardInterrupt as interrupt:
+            self._interrupt = interrupt
         return {"mutants": records, "call_sites": campaign.newly_reached(passed)}
 
     def _run_ranks(

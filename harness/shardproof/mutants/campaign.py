@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 Result = Literal["killed", "refused", "survived", "not judged", "equivalent", "not reached"]
 TRIES = 3
 """Test functions with which a mutant is tried before it counts as survived, or as equivalent."""
-WORDLESS = 2
-"""Those on which it may be refused or not judged: what ends before an observation does so again."""
+REFUSED = 6
+"""Those in which it may be refused: a later one may let it through to what it observes, soon."""
+UNJUDGED = 2
+"""Those on which it may not be judged: what crashes or hangs does so again, and slowly."""
 
 LIMIT_TIMES = 5.0
 LIMIT_LEAST = 10.0
@@ -186,11 +188,14 @@ class Campaign:
         # Where no bit changed, other parameters of the same function may have changed one.
         if sum(trial.result == "equivalent" for trial in trials) >= self.tries:
             return False
-        tried = {_function(trial.case) for trial in trials if trial.result not in _SAYS_NOTHING}
-        wordless = {_function(trial.case) for trial in trials if trial.result in _WORDLESS}
-        if len(tried) >= self.tries or len(wordless) >= WORDLESS:
+        limits = {"survived": self.tries, "refused": REFUSED, "not judged": UNJUDGED}
+        tried = {
+            result: {_function(trial.case) for trial in trials if trial.result == result}
+            for result in limits
+        }
+        if any(len(tried[result]) >= limit for result, limit in limits.items()):
             return False
-        return _function(case) not in tried
+        return not any(_function(case) in functions for functions in tried.values())
 
 
 def idle_in(rehearsed: Sequence[Mutant], drive: Drive) -> dict[Mutant, int]:
@@ -204,10 +209,6 @@ def idle_in(rehearsed: Sequence[Mutant], drive: Drive) -> dict[Mutant, int]:
         if calls and not changed and not failed:
             found[mutant] = calls
     return found
-
-
-_SAYS_NOTHING = ("equivalent", "not reached")
-_WORDLESS = ("refused", "not judged")
 
 
 def _places(drive: Drive) -> list[Any]:

@@ -206,14 +206,19 @@ def shares_of(trials: Sequence[Record], listed: Sequence[Listed]) -> list[str]:
     if noticed > killed:
         text += f", {noticed - killed} more refused ({100 * noticed / changes:.1f} %)"
     lines = ["", f"{text}; {len({trial['site'] for trial in trials})} places"]
-    idle = sum(reason_of(trial, listed) not in (None, SHOWN) for trial in trials)
-    matter = changes - idle
+    matter = mattering(trials, listed)
+    idle = changes - matter
     if idle and matter:
         lines.append(
             f"{noticed} of the {matter} that make a difference are killed or refused "
             f"({100 * noticed / matter:.1f} %); {idle} survive with a reason why they make none"
         )
     return lines
+
+
+def mattering(trials: Iterable[Record], listed: Sequence[Listed]) -> int:
+    """Mutants that change a number and make a difference: no listed reason says why they don't."""
+    return sum(reason_of(trial, listed) in (None, SHOWN) for trial in changing(trials))
 
 
 def unkilled(trials: Iterable[Record], listed: Sequence[Listed]) -> list[str]:
