@@ -472,3 +472,30 @@ def test_several_seeds_are_cells_of_their_own(pytester: pytest.Pytester) -> None
     again.assert_outcomes(failed=1)
     _, (cell,) = read_run(pytester)
     assert (cell["outcome"], cell["seed"]) == ("diverged", 5)
+
+
+def test_a_group_that_is_made_twice_is_told_in_few_lines(pytester: pytest.Pytester) -> None:
+    """What a newcomer tries first, in the body or in what it calls."""
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch
+        import torch.distributed as dist
+
+        @pytest.mark.parity("cp2")
+        def test_it(rank):
+            dist.init_process_group("gloo")
+
+        @pytest.mark.parity("cp2")
+        def test_of_torch(rank):
+            torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))
+            rank.observe("x", torch.ones(3))
+        """
+    )
+    text = pytester.runpytest().stdout.str()
+    made, other = text.split("test_of_torch", 1)[0], text
+    assert "take groups from rank.group(axis) or rank.mesh" in text
+    assert 'dist.init_process_group("gloo")' in made
+    assert "Initialize the default distributed process group." not in other
+    full = pytester.runpytest("--fulltrace", "-k", "test_it").stdout.str()
+    assert "Initialize the default distributed process group." in full

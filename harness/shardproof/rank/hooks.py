@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from _pytest._code.code import Traceback
 from _pytest.outcomes import Failed, XFailed
 
 from shardproof.against.loaded import loaded
@@ -120,6 +123,9 @@ class RankHooks:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep every item by node id before another plugin deselects some."""
         self.items.update((item.nodeid, item) for item in items)
+        if self._config is not None and not self._config.getoption("fulltrace"):
+            for item in items:
+                shorten_torch(item)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep what could not be imported, for items that are missing later."""
@@ -138,7 +144,9 @@ class RankHooks:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """An xfail mark expects the failure of a topology, never of the reference."""
+        """Say what is known of an error; an xfail mark is about topologies, never the reference."""
+        if call.excinfo is not None and _MADE_TWICE in str(call.excinfo.value):
+            call.excinfo.value.add_note(_MADE_ALREADY)
         report = yield
         if call.excinfo is not None:
             vars(report).update(self.raised(call.excinfo.value))
@@ -196,6 +204,31 @@ class RankHooks:
         if text is not None:
             raise ParityError(text)
         return result
+
+
+def shorten_torch(item: pytest.Item) -> None:
+    """Have torch's frames take a line each in what pytest says of an error.
+
+    In full, the function that raised can be a hundred lines of docstring below those of the case.
+    """
+    inside = f"{Path(torch.__file__).parent}{os.sep}"
+    chosen = item._traceback_filter
+
+    def shortened(excinfo: pytest.ExceptionInfo[BaseException]) -> Traceback:
+        return Traceback(
+            entry.with_repr_style("short") if str(entry.path).startswith(inside) else entry
+            for entry in chosen(excinfo)
+        )
+
+    item._traceback_filter = shortened  # type: ignore[method-assign]
+
+
+_MADE_TWICE = "trying to initialize the default process group twice"
+_MADE_ALREADY = (
+    "The ranks of a case have their process group before it begins, and so has the reference: "
+    "leave init_process_group out where torch.distributed.is_initialized(), and take groups from "
+    "rank.group(axis) or rank.mesh."
+)
 
 
 def again(item: pytest.Item) -> pytest.Item:

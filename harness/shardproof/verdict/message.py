@@ -15,7 +15,7 @@ SHOWN_IN_FULL = 3
 
 SHOWN_IN_SHORT = 40
 
-TOLD_SCALE = 0.95
+TOLD_SCALE = 0.999
 """Share of the error from which on a scale that suggests nothing is told nevertheless."""
 
 _DIVERGED = ("diverged", "nan", "replicas differ", "missing", "extra", "coverage")
