@@ -17,7 +17,11 @@ class Array(Protocol):
         """The array."""
 
 
-def integers(value: object, path: str) -> Tensor:
+DEEPEST = 20
+"""Lists within lists of ids: more than any batch has, and far below where Python gives up."""
+
+
+def integers(value: object, path: str, depth: int = 0) -> Tensor:
     """``value`` as int64 on the CPU, its shape from how it is nested; ``path`` is its name.
 
     Tensors and numpy arrays of integers, single ids, and lists and tuples of all these.
@@ -29,7 +33,11 @@ def integers(value: object, path: str) -> Tensor:
     if isinstance(value, Tensor):
         return _of_tensor(value, path)
     if is_list(value):
-        return _of_list(value, path)
+        if depth == DEEPEST:
+            raise TypeError(
+                f"{path[:80]}... is nested more than {DEEPEST} deep; expected token ids"
+            )
+        return _of_list(value, path, depth)
     if hasattr(value, "__array__"):
         return _of_array(value.__array__(), path)
     number = whole_number(value)
@@ -97,6 +105,8 @@ def _of_tensor(value: Tensor, path: str) -> Tensor:
         raise TypeError(f"{path} has dtype {value.dtype}; expected integer token ids")
     if value.layout != torch.strided:
         raise TypeError(f"{path} has layout {value.layout}; expected a dense tensor of token ids")
+    if value.is_meta:
+        raise TypeError(f"{path} lies on meta, without values; expected token ids")
     return value.detach().to(device="cpu", dtype=torch.int64)
 
 
@@ -106,12 +116,12 @@ def _of_array(value: Any, path: str) -> Tensor:
     return torch.from_numpy(value.astype("int64"))
 
 
-def _of_list(value: Sequence[object], path: str) -> Tensor:
+def _of_list(value: Sequence[object], path: str, depth: int) -> Tensor:
     numbers = [whole_number(one) for one in value]
     found = [number for number in numbers if number is not None]
     if len(found) == len(numbers):
         return _int64(found, path)
-    parts = [integers(one, f"{path}[{at}]") for at, one in enumerate(value)]
+    parts = [integers(one, f"{path}[{at}]", depth + 1) for at, one in enumerate(value)]
     for at, part in enumerate(parts):
         if part.shape != parts[0].shape:
             raise ValueError(

@@ -11,6 +11,7 @@ from tests.verdict_support import VALUE, Body, Rank, World, world_of
 
 from shardproof.topology import Axis, declare_axes, parse_topology
 from shardproof.verdict import Recorder, merge
+from shardproof.verdict.replicas import ulps
 
 
 @pytest.fixture
@@ -292,3 +293,27 @@ def test_every_rank_owns_its_share_and_must_judge(world: World) -> None:
         merge([parts[0], parts[0]])
     with pytest.raises(ValueError, match="each of 2 ranks"):
         recorders[0].judge(sealed[:1])
+
+
+def test_of_several_replicas_the_farthest_is_told(tmp_path: Path) -> None:
+    """Rank 2 is farther off, in another row, than the first that differs."""
+    value = torch.arange(1.0, 13.0, dtype=torch.float64).view(6, 2)
+
+    def body(rank: Rank) -> None:
+        mine = value.clone()
+        if rank.recorder.judging:
+            mine[0, 0] += 1e-3 * (rank.coordinates["dp"] == 1)
+            mine[5, 0] += 100.0 * (rank.coordinates["dp"] == 2)
+        rank.observe("x", mine if rank.recorder.judging else rank.noise(mine))
+
+    world = World(tmp_path)
+    world.reference(body)
+    world.one("dp3", body)
+    assert "ranks differ, worst in row 5: 11 on rank 0" in world.text
+    assert "111 on rank 2 (dp=2)" in world.text
+
+
+def test_whole_numbers_that_no_float_holds_are_told_apart() -> None:
+    one = torch.tensor([2**60, -(2**63), 7])
+    other = torch.tensor([2**60 + 1, 2**63 - 1, 7])
+    assert ulps(one, other).tolist() == [1.0, 2.0**64, 0.0]

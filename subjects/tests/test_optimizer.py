@@ -147,6 +147,18 @@ def test_moments_are_named_and_placed(trainer: Stepped, monkeypatch: pytest.Monk
     assert found["probe.step"] == {}
 
 
+def test_steps_are_compared_over_tensor_parallel_ranks_and_slices_are_not() -> None:
+    moments = {"exp_avg": torch.ones(3), "step": torch.tensor(2.0)}
+    one = torch.nn.Parameter(torch.ones(3))
+    for placement, cut in (({"shard": {"tp": 0}}, True), ({}, False)):
+        named = {"w": optimizer.Named("w", one, placement)}
+        found = optimizer.with_cuts({"w": moments}, named)
+        assert {name: is_cut for name, (_, is_cut) in found.items()} == {
+            "w.exp_avg": cut,
+            "w.step": False,
+        }
+
+
 def test_a_loaded_state_goes_on(trainer: Stepped) -> None:
     first = Optimizer(trainer, "adamw", lr=0.1)
     trainer.set_gradients(1)
@@ -195,6 +207,7 @@ def _with_moment(key: str, value: object, state: dict[str, Any]) -> dict[str, An
 DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     r"got None; expected what state_dict gave": lambda _: None,
     r"got list; expected": list,
+    r"probe has 1, exp_avg": lambda state: {"probe": {**state["probe"], 1: torch.ones(3)}},
     r"probe has None; expected a mapping": lambda state: {**state, "probe": None},
     r"probe has Tensor": lambda state: {**state, "probe": torch.ones(3)},
     r"probe lacks exp_avg_sq; load all": lambda state: {

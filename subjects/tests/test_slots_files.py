@@ -155,6 +155,28 @@ def test_other_tensors_are_named(
         file.check({NAME: (3, 40)})
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_factors_of_a_dtype_that_nobody_trains_are_refused(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    file = _tensors(tmp_path, {NAME: torch.ones(3, 40).to(dtype)})
+    with pytest.raises(ValueError, match=rf"{NAME} in \w+; expected factors in F64, F32, F16, BF"):
+        file.check({NAME: (3, 40)})
+    for good in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        _tensors(tmp_path, {NAME: torch.ones(3, 40, dtype=good)}).check({NAME: (3, 40)})
+
+
+def test_nothing_is_replaced_where_one_file_can_not_be(tmp_path: Path) -> None:
+    config = adapter_config(rank=2, alpha=1, targets=["up_proj"])
+    write(tmp_path, config, {NAME: torch.ones(2, 2)}, base_model=None)
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "adapter_config.json").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"adapter_config\.json is a directory; expected"):
+        write(tmp_path, config, {NAME: torch.zeros(2, 2)}, base_model=None)
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert found[f"base_model.model.{NAME}.weight"].eq(1).all()
+
+
 def test_slices_are_read_by_rows_and_by_columns(tmp_path: Path) -> None:
     value = torch.arange(35.0).view(5, 7)
     file = _tensors(tmp_path, {NAME: value})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from subjects.tests import worlds
 from subjects.types import TARGETS
@@ -37,6 +40,7 @@ def test_four_ranks(alone: worlds.TestRank, tmp_path: Path) -> None:
     oracle = TransformersTrainer(checkpoint, worlds.TestRank(coordinates={}, groups={}))
     oracle.load_slot("a", tmp_path / "adapter")
     torch.save(_outputs(oracle), tmp_path / "expected")
+    with_head_copy(tmp_path, oracle.model.lm_head.weight)
     worlds.spawn(body, tmp_path, ranks=4)
     # What four ranks saved, where nothing is cut.
     from subjects.trainer import TrainerRank
@@ -45,6 +49,15 @@ def test_four_ranks(alone: worlds.TestRank, tmp_path: Path) -> None:
     trainer.load_slot("a", tmp_path / "saved")
     expected = torch.load(tmp_path / "expected")
     torch.testing.assert_close(_outputs(trainer), expected, rtol=1e-12, atol=1e-12)
+
+
+def with_head_copy(directory: Path, head: torch.Tensor) -> None:
+    """The adapter as PEFT writes it where it saves the head that an lm_head's factors adapt."""
+    shutil.copytree(directory / "adapter", directory / "with head")
+    file = directory / "with head" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    copied = head.detach().to(torch.float32).clone()
+    save_file({**tensors, "base_model.model.lm_head.base_layer.weight": copied}, file)
 
 
 def _outputs(trainer: Any) -> torch.Tensor:
@@ -75,6 +88,9 @@ def body(directory: Path) -> None:
     for name in ("dp2xcp2", "dp2xtp2", "tp2xcp2"):
         trainer, _ = _build(directory, name)
         trainer.load_slot("a", directory / "saved")
+        torch.testing.assert_close(_outputs(trainer), expected, rtol=1e-12, atol=1e-12)
+        # Each TP rank compares the copy of its own rows of the head.
+        trainer.load_slot("a", directory / "with head")
         torch.testing.assert_close(_outputs(trainer), expected, rtol=1e-12, atol=1e-12)
     whole(directory)
     snapshots(directory)
@@ -131,8 +147,6 @@ def snapshots(directory: Path) -> None:
 
 def mixtures(directory: Path) -> None:
     """Ranks whose snapshots hold other values; of a slice, those of its TP coordinate alone."""
-    from dataclasses import replace
-
     # Of rank 3 (tp=1, cp=1) and, for the last, of the whole tp=1: slices may differ over TP.
     for factor, odd, words in (
         ("q_proj.lora_A", (3,), r"q_proj\.lora_A is .*digest"),
@@ -202,11 +216,31 @@ def disagreements(directory: Path) -> None:
             change()
         assert trainer.slots == ()
     # Only the first rank makes values; the others hear why it could not.
-    by = "^making values of a slot failed on the first rank, which does it for all: slot 'a': the "
+    by = "^add_slot, values from its factory, failed on the first rank, which does it for all: "
+    by += "slot 'a': the "
     with pytest.raises(ValueError, match=f"{by}factory failed on .*lora_A: ZeroDivisionError"):
         trainer.add_slot("a", factory=failing)
     with pytest.raises(TypeError, match=f"{by}factory failed on .*lora_A: list expected"):
         trainer.add_slot("a", factory=list)
+    made: list[str] = []
+
+    def leaving(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        made.append(name)
+        raise SystemExit(f"{shape}")
+
+    def calling(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        made.append(name)
+        list(trainer.named_gradients())
+        return torch.zeros(shape)
+
+    first = dist.get_rank() == 0
+    with pytest.raises(SystemExit if first else ValueError, match=None if first else "SystemExit"):
+        trainer.add_slot("a", factory=leaving)
+    with pytest.raises(ValueError, match=r"out of step: .*named|out of step: .*reading"):
+        trainer.add_slot("a", factory=calling)
+    assert len(made) == 2 * first, "the first rank alone makes values"
+    with pytest.raises(ValueError, match=r"factory is .*given on"):
+        trainer.add_slot("a", factory=failing if last else None)
     assert trainer.slots == ()
     trainer.add_slot("a", rank=2)
     with pytest.raises(ValueError, match="does not exist"):
@@ -214,6 +248,21 @@ def disagreements(directory: Path) -> None:
     snapshot = trainer.snapshot_slot("a")
     with pytest.raises(ValueError, match="snapshot is of type dict"):
         trainer.restore_slot("a", {} if last else snapshot)
+    forms: list[tuple[Callable[[torch.Tensor], object], str]] = [
+        (torch.Tensor.to_sparse, "sparse_coo, on cpu; expected a dense one"),
+        (lambda value: value.to("meta"), "on meta; expected a dense one"),
+        (lambda value: value * 1j, "tensor of torch.complex128"),
+        (lambda _: None, "is None; expected a tensor"),
+    ]
+    for form, words in forms:
+        values = {name: form(value) for name, value in snapshot.values.items()}
+        odd: Any = replace(snapshot, values=values)
+        with pytest.raises(ValueError, match=words):
+            trainer.restore_slot("a", odd if last else snapshot)
+    negated = {name: torch._neg_view(value) for name, value in snapshot.values.items()}
+    negative = replace(snapshot, values=negated) if last else snapshot
+    with pytest.raises(ValueError, match=r"is .*digest"):
+        trainer.restore_slot("a", negative)
     with pytest.raises(ValueError, match="directory is None"):
         trainer.save_slot("a", None if last else directory / "unwritten")
     assert not (directory / "unwritten").exists()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def test_a_slot_that_is_not_there_is_named_with_those_that_are(
         trainer.snapshot_slot("a")
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "a.b", 3])
+@pytest.mark.parametrize("name", ["", "a/b", "a.b", 3, "x\ud800", "a\n"])
 def test_names_that_could_not_be_part_of_a_gradients_are_refused(
     trainer: TrainerRank, adapter: Path, name: Any
 ) -> None:
@@ -86,6 +87,12 @@ def test_names_that_could_not_be_part_of_a_gradients_are_refused(
         trainer.add_slot(name)
     with pytest.raises(ValueError, match="slot name"):
         trainer.load_slot(name, adapter)
+
+
+def quantized(name: str, shape: tuple[int, ...]) -> Tensor:
+    del name
+    made: Tensor = torch.quantize_per_tensor(torch.ones(shape), 0.1, 0, torch.qint8)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -114,6 +121,8 @@ def test_names_that_could_not_be_part_of_a_gradients_are_refused(
         ),
         ({"factory": lambda _, s: torch.ones(s).to_sparse()}, "lora_A lies on cpu as torch.sparse"),
         ({"factory": lambda _, s: torch.ones(s, device="meta")}, "lora_A lies on meta as"),
+        ({"factory": quantized}, "lora_A is quantized; expected plain numbers"),
+        ({"targets": np.array(["q_proj", "q_proj"])}, "each once"),
         ({"rank": 10**13}, r"no memory on cpu for its factors, [\d,]+ elements of torch\.float64"),
         ({"rank": 2**62}, r"no memory on cpu for its factors, [\d,]+ elements of torch\.float64"),
     ],
@@ -402,6 +411,19 @@ def test_a_slot_that_changes_between_forward_and_backward_is_named(
     with pytest.raises(RuntimeError, match=rf"backward of forward 1 came after .*{words}.*Finish"):
         states.sum().backward()
     assert all(p.grad is None for name, p, _ in trainer.named_parameters() if name[:2] == "a/")
+
+
+@pytest.mark.parametrize("at", [0, 5, -1])
+def test_whichever_factor_is_changed_is_named(trainer: TrainerRank, adapter: Path, at: int) -> None:
+    trainer.load_slot("a", adapter)
+    states = _states(trainer, "a")
+    factors = {name: value for name, value, _ in trainer.named_parameters() if name[:2] == "a/"}
+    name = list(factors)[at]
+    with torch.no_grad():
+        factors[name].mul_(1)
+    words = rf"{name.removeprefix('a/')} of slot 'a' was changed in place"
+    with pytest.raises(RuntimeError, match=words.replace(".", r"\.")):
+        states.sum().backward()
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,3 +207,12 @@ def test_a_good_request_is_let_through() -> None:
 def test_log_probabilities_are_never_below_float32() -> None:
     assert logprob_dtype(torch.float64) == torch.float64
     assert logprob_dtype(torch.bfloat16) == torch.float32
+
+
+def test_ids_that_have_no_end_or_no_values_are_refused() -> None:
+    endless: list[Any] = [1]
+    endless.append(endless)
+    with pytest.raises(TypeError, match="nested more than 20 deep; expected token ids"):
+        check_request(ForwardInput(endless), vocabulary=9)
+    with pytest.raises(TypeError, match="input_tokens lies on meta, without values"):
+        check_request(ForwardInput(torch.ones(3, dtype=torch.int64, device="meta")), vocabulary=9)

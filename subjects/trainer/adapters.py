@@ -27,6 +27,7 @@ from subjects.types import TARGETS
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
+_DTYPES = ("F64", "F32", "F16", "BF16")
 
 # What changes nothing of what a loaded adapter computes. Every other key must be empty or off.
 _NEUTRAL = {
@@ -87,6 +88,7 @@ def adapter_config(
         raise TypeError(
             f"targets is {shown(targets)}; expected a list or tuple of some of {', '.join(TARGETS)}"
         )
+    targets = tuple(targets)
     unknown = [target for target in targets if target not in TARGETS]
     if not isinstance(rslora, bool):
         raise TypeError(f"rslora is {shown(rslora)}; expected True or False")
@@ -169,12 +171,12 @@ class AdapterFile:
             )
         try:
             with safe_open(self.path, framework="pt") as file:
-                self.shapes = {
-                    name.removeprefix(_PREFIX).removesuffix(_SUFFIX): tuple(
-                        file.get_slice(name).get_shape()
-                    )
+                slices = {
+                    name.removeprefix(_PREFIX).removesuffix(_SUFFIX): file.get_slice(name)
                     for name in file.keys()  # noqa: SIM118  # it is no mapping
                 }
+                self.shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
+                self._dtypes = {name: str(one.get_dtype()) for name, one in slices.items()}
         except SafetensorError as error:
             raise ValueError(
                 f"{self.path} is no safetensors file that can be read ({error}); it may have been "
@@ -185,7 +187,8 @@ class AdapterFile:
         """Refuse a file that has not exactly the ``expected`` tensors; ``extra`` may be there too.
 
         Raises:
-            ValueError: with the tensors that are missing, not known, or of another shape.
+            ValueError: with the tensors that are missing, not known, of another shape, or of a
+                dtype that no adapter is trained in.
         """
         missing = sorted(expected.keys() - self.shapes.keys())
         unknown = sorted(self.shapes.keys() - expected.keys() - set(extra))
@@ -194,6 +197,12 @@ class AdapterFile:
             for name, shape in expected.items()
             if self.shapes.get(name, shape) != shape
         ]
+        odd = [f"{name} in {kind}" for name, kind in self._dtypes.items() if kind not in _DTYPES]
+        if odd:
+            raise ValueError(
+                f"{self.path} has {'; '.join(odd[:4])}; expected factors in {', '.join(_DTYPES)}: "
+                "convert them, and save the adapter again"
+            )
         for what, names in (("lacks", missing), ("has also", unknown), ("has", shapes)):
             if names:
                 rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -226,6 +235,10 @@ def write(
     A file that is there is replaced by a whole one, never by half of one.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    for name in (TENSORS, CONFIG):
+        # Before the other is replaced: both are of one adapter.
+        if (directory / name).is_dir():
+            raise IsADirectoryError(f"{directory / name} is a directory; expected a file or none")
     described: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -99,10 +99,10 @@ def agree(call: str, facts: Callable[[], Mapping[str, Fact]], circle: Circle) ->
             the same on all ranks and names ranks and values.
     """
     known: Mapping[str, Fact] = {}
-    refusal: Exception | None = None
+    refusal: BaseException | None = None
     try:
         known = facts()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told and then raised
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is told and then raised
         refusal = error
     row = [int(refusal is not None), *digest(known)]
     everyone = exchange(call, torch.tensor(row, dtype=torch.int64), circle)
@@ -118,7 +118,7 @@ def agree(call: str, facts: Callable[[], Mapping[str, Fact]], circle: Circle) ->
     )
     if refused:
         texts = [note["refusal"] for note in notes]
-        if refusal is not None and len(set(texts)) == 1:
+        if refusal is not None and (len(set(texts)) == 1 or not isinstance(refusal, Exception)):
             raise refusal
         raise DisagreementError(refused_text(call, texts, circle)) from refusal
     raise DisagreementError(differing_text(call, [note["facts"] for note in notes], circle))
@@ -130,12 +130,16 @@ def lead(call: str, work: Callable[[], None], circle: Circle) -> None:
     Raises:
         TypeError, ValueError: on every rank, in the same words: what ``work`` raised on the first;
             other errors than these two come as a ValueError with their name.
+        DisagreementError: ``work`` made a call for which it needs the others, who are here.
     """
-    refusal: Exception | None = None
+    refusal: BaseException | None = None
     if all(group.rank() == 0 for _, group in circle.axes):
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told and then raised
+        except DisagreementError:
+            # The others have it already.
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is told and then raised
             refusal = error
     row = torch.tensor([int(refusal is not None)], dtype=torch.int64)
     if not exchange(call, row, circle)[:, 0].any():
@@ -144,10 +148,12 @@ def lead(call: str, work: Callable[[], None], circle: Circle) -> None:
     first = share_notes(told, circle)[0]
     alone = len(circle.ranks) == 1
     by = "" if alone else f"{call} failed on the first rank, which does it for all: "
+    if not (refusal is None or isinstance(refusal, Exception)):
+        raise refusal
     raise (TypeError if first["type"] else ValueError)(f"{by}{first['text']}") from refusal
 
 
-def _in_words(error: Exception | None) -> str:
+def _in_words(error: BaseException | None) -> str:
     """An error that is raised again as a TypeError or a ValueError."""
     named = isinstance(error, TypeError | ValueError)
     return str(error) if named else f"{type(error).__name__}: {error}"
@@ -170,12 +176,17 @@ def agree_on_values(
     """
     everyone = world(groups, device)
     agree(call, facts, everyone)
-    found = {name: (of_values(value), cut) for name, (value, cut) in values().items()}
-    apart: DisagreementError | None = None
+    found: dict[str, tuple[Fact, bool]] = {}
+    apart: Exception | None = None
+
+    def slices() -> dict[str, Fact]:
+        for name, (value, cut) in values().items():
+            found[name] = of_values(value), cut
+        return {name: fact for name, (fact, is_cut) in found.items() if is_cut}
+
     try:
-        cut = {name: fact for name, (fact, is_cut) in found.items() if is_cut}
-        agree(f"{call}, slices", lambda: cut, replicas(groups, device))
-    except DisagreementError as error:
+        agree(f"{call}, slices", slices, replicas(groups, device))
+    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks hear of it below
         apart = error
 
     def whole() -> dict[str, Fact]:
@@ -189,7 +200,8 @@ def agree_on_values(
 
 def of_values(value: Tensor) -> Fact:
     """Every bit of a tensor, its dtype and its shape."""
-    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    plain = value.detach().resolve_conj().resolve_neg()
+    raw = plain.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return Fact(text.encode() + hashlib.blake2b(raw, digest_size=32).digest(), text)
 

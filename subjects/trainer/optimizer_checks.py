@@ -226,7 +226,7 @@ def _kind(value: object) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
+    return ", ".join(sorted(map(str, names))) or "nothing"
 
 
 def fact(value: object) -> Fact:

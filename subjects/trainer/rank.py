@@ -383,9 +383,10 @@ class TrainerRank:
         counts. The result carries no gradient. A NaN on any rank gives NaN on all.
 
         Raises:
-            TypeError: on every rank: not an int, a float or a tensor of a dtype that can be sent.
-            ValueError: on every rank: an unknown operation, or a sum of integers that their dtype
-                can't hold (64 bits for an int).
+            TypeError: on every data-parallel rank: not an int, a float or a tensor of a dtype that
+                can be sent.
+            ValueError: on every data-parallel rank: an unknown operation, or a sum of integers that
+                their dtype can't hold (64 bits for an int).
         """
         return reductions.dp_reduce(value, op, self.groups, device=self.device)
 

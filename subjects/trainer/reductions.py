@@ -174,8 +174,8 @@ def value_facts(value: object, op: object) -> dict[str, Fact]:
     Raises:
         TypeError, ValueError: as ``dp_reduce``.
     """
-    if op not in ("sum", "max", "min"):
-        raise ValueError(f"dp_reduce: op is {op!r}; expected sum, max or min")
+    if not isinstance(op, str) or op not in ("sum", "max", "min"):
+        raise ValueError(f"dp_reduce: op is {shown(op)}; expected sum, max or min")
     kind = type(value).__name__
     if isinstance(value, Tensor):
         if value.dtype not in KINDS:
@@ -186,6 +186,8 @@ def value_facts(value: object, op: object) -> dict[str, Fact]:
             )
         if value.is_meta:
             raise TypeError("dp_reduce: got a tensor on meta, which has no values; expected some")
+        if value.is_nested:
+            raise TypeError("dp_reduce: got a nested tensor; reduce its parts, or a padded one")
         if value.layout != torch.strided:
             raise TypeError(f"dp_reduce: got a tensor of {value.layout}; pass value.to_dense()")
         kind = f"a tensor of {value.dtype}, shape {list(value.shape)}"

@@ -65,14 +65,25 @@ def check_snapshot(snapshot: object, name: str, slot: Slot) -> None:
     """Refuse what is no snapshot, or one of another slot than ``slot``, called ``name``.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: it is of another configuration, or from another topology.
+        TypeError: it is, or holds, something else.
+        ValueError: it is of another configuration, another dtype, or from another topology.
     """
     if not isinstance(snapshot, SlotSnapshot):
         raise TypeError(
             f"snapshot is {shown(snapshot)}; expected what snapshot_slot returned (load_slot reads "
             "files)"
         )
+    for factor, value in snapshot.values.items():
+        kept = slot.values.get(factor)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"snapshot: {factor} is {shown(value)}; expected a tensor")
+        form = value.layout == torch.strided and not value.is_meta and not value.is_quantized
+        if not form or (kept is not None and value.dtype != kept.dtype):
+            raise ValueError(
+                f"snapshot: {factor} is a tensor of {value.dtype}, {value.layout}, on "
+                f"{value.device.type}; expected a dense one with values, of the dtype of the run, "
+                "as snapshot_slot returned it"
+            )
     shapes = {factor: value.shape for factor, value in slot.values.items()}
     found = {factor: value.shape for factor, value in snapshot.values.items()}
     if (slot.config, shapes) != (snapshot.config, found):

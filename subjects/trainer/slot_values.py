@@ -14,6 +14,7 @@ from torch import Tensor
 from subjects.token_ids import shown
 from subjects.trainer import adapters, lora, structure
 from subjects.trainer.adapters import AdapterConfig, AdapterFile
+from subjects.trainer.agreement import DisagreementError
 from subjects.trainer.architecture import Architecture
 from subjects.trainer.lora import Factor
 
@@ -107,6 +108,9 @@ def made_by(factory: Factory, slot: str, name: str, shape: tuple[int, ...]) -> T
         raise TypeError(f"slot {slot!r}: the factory failed on {name}: {error}; {expected}") from (
             error
         )
+    except DisagreementError:
+        # Not the factory's: it made a call for which it needs the other ranks.
+        raise
     except Exception as error:
         raise ValueError(
             f"slot {slot!r}: the factory failed on {name}: {type(error).__name__}: {error}"

@@ -149,14 +149,14 @@ class Slots:
             factors = factors_of(config, self.architecture).values()
             room = slot_values.room(name, factors, device=self.device, dtype=self.dtype)
             made.append((config, room))
-            return vars(config)
+            return {**vars(config), "factory": "none" if factory is None else "given"}
 
         self._agree("add_slot", name, facts)
         (config, flat), *_ = made
         factors = factors_of(config, self.architecture)
         pieces = slot_values.pieces(flat, factors.values())
         agreement.lead(
-            "making values of a slot",
+            "add_slot, values from its factory,",
             lambda: slot_values.draw(pieces, name, factors.values(), factory),
             self._world,
         )
@@ -202,7 +202,7 @@ class Slots:
             adapters.write(Path(directory), slot.config, whole, base_model=self.base_model)
 
         # No rank returns before the files are there.
-        agreement.lead("writing a slot's files", write, self._world)
+        agreement.lead("save_slot, writing files,", write, self._world)
 
     def snapshot(self, name: str) -> SlotSnapshot:
         """Copies of this rank's values; see ``TrainerRank.snapshot_slot``."""
@@ -292,12 +292,13 @@ def check_name(name: str) -> None:
     """Refuse a slot's name that could not be part of a gradient's.
 
     Raises:
-        ValueError: it is no text, is empty, or has a dot or a slash.
+        ValueError: it is no text, is empty, can't be printed, or has a dot or a slash.
     """
-    if not isinstance(name, str) or not name or set(name) & set("./"):
+    text = isinstance(name, str) and name.isprintable()
+    if not text or not name or set(name) & set("./"):
         raise ValueError(
-            f"slot name {name!r}: expected text without '.' and '/', since the names of gradients "
-            "are slot/module.lora_A"
+            f"slot name {name!r}: expected printable text without '.' and '/', since the names "
+            "of gradients are slot/module.lora_A"
         )
 
 

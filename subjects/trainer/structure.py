@@ -85,6 +85,8 @@ def check_tensor(kind: str, name: str, value: Tensor) -> None:
         problem = f"is a {type(value).__name__}; expected a plain tensor"
     elif value.is_meta or value.layout != torch.strided:
         problem = f"lies on {value.device} as {value.layout}; expected a dense tensor with values"
+    elif value.is_quantized:
+        problem = "is quantized; expected plain numbers, as value.dequantize() gives"
     elif value.is_complex():
         problem = f"has dtype {value.dtype}; expected real numbers"
     elif kind == "parameter" and not value.is_floating_point():

@@ -52,21 +52,23 @@ def _measure(
     files: Files,
     rows: int,
 ) -> Difference:
-    one, other = alike[0][0], alike[1][0]
+    one = alike[0][0]
     if any(held[ranks[0]].values_at < 0 for ranks in alike):
-        return Difference(
-            one, other, "replicas differ in bits (by how much is not known: the value is large)"
-        )
+        words = "replicas differ in bits (by how much is not known: the value is large)"
+        return Difference(one, alike[1][0], words)
     values = [files.values(ranks[0], held[ranks[0]]) for ranks in alike]
-    mine, theirs = values[:2]
-    most, count, at, where = 0.0, 0, -1, 0
-    for index in blocks(mine.shape):
-        gap = ulps(mine[index].reshape(-1), theirs[index].reshape(-1))
-        count += int((gap != 0).sum())
-        worst = int(gap.argmax())
-        if float(gap[worst]) > most:
-            most, at = float(gap[worst]), where + worst
-        where += gap.numel()
+    mine, other = values[0], alike[1][0]
+    most, count, at = 0.0, 0, -1
+    for theirs, ranks in zip(values[1:], alike[1:], strict=True):
+        where = differing = 0
+        for index in blocks(mine.shape):
+            gap = ulps(mine[index].reshape(-1), theirs[index].reshape(-1))
+            differing += int((gap != 0).sum())
+            worst = int(gap.argmax())
+            if float(gap[worst]) > most:
+                most, at, other = float(gap[worst]), where + worst, ranks[0]
+            where += gap.numel()
+        count = max(count, differing)
     floating = held[one].floating
     amount = f"{most:.0f} ulp" if floating else f"{most:.0f}"
     if most >= 1e6:
@@ -103,9 +105,10 @@ def ulps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     The bits of floating numbers, taken as signed integers with negative numbers mirrored, are
     in the order of the numbers, with steps of one for neighbours.
     """
-    if not one.is_floating_point():
-        return (one.to(torch.float64) - other.to(torch.float64)).abs()
-    first, second = _ordered(one), _ordered(other)
+    if one.is_floating_point():
+        first, second = _ordered(one), _ordered(other)
+    else:
+        first, second = one.to(torch.int64), other.to(torch.int64)
     near = (first - second).to(torch.float64).abs()
     # Across the whole range the integers overflow; a float is exact enough there.
     far = (first.to(torch.float64) - second.to(torch.float64)).abs()
