@@ -60,6 +60,9 @@ PARENT = dedent(LOCAL_ROWS) + dedent(
             import torch.distributed as dist
             odd = not rank.is_reference and rank.index == 1
             dist.all_reduce(x, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
+
+        def summed(rank, x):
+            return x
         """
 )
 CHECKOUT = dedent(GATHERED) + dedent(
@@ -86,6 +89,11 @@ CHECKOUT = dedent(GATHERED) + dedent(
         def reduces(rank, x):
             import torch.distributed as dist
             dist.all_reduce(x)
+
+        def summed(rank, x):
+            if not rank.is_reference:
+                reduces(rank, x)
+            return x
 
         def added(x):
             return x + 1
@@ -125,6 +133,11 @@ CASES = """
     def test_mismatched(rank):
         mine.reduces(rank, torch.zeros(2))
         rank.observe("x", values(rank))
+
+    @pytest.mark.parity("cp2")
+    def test_sum(rank):
+        x = values(rank)[rank.rows(11)]
+        rank.observe("squares", mine.summed(rank, x.T @ x))
 
     @pytest.mark.parity("cp2")
     def test_attribute(rank):
@@ -213,6 +226,7 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
         "test_asserts cp2": "caught",
         "test_dies cp2": "caught",
         "test_mismatched cp2": "caught",
+        "test_sum cp2": "caught",
         "test_attribute cp2": "not runnable there",
         "test_argument_of_ranks cp2": "not runnable there",
         "test_regression cp2": "regression",
@@ -223,7 +237,7 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
         "test_skipped cp2": "not judged",
         "test_import cp2": "not runnable there",
     }
-    result.assert_outcomes(passed=12, failed=3, skipped=1, deselected=1)
+    result.assert_outcomes(passed=13, failed=3, skipped=1, deselected=1)
     text = result.stdout.str()
     lines = [
         "shardproof: against HEAD (*) 'parent', subject: mine",
@@ -243,6 +257,10 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
         "  *rank-local rows returned: the ranks along cp hold 6 + 5 of 11 in dimension 0*",
         "caught: test_it.py::test_asserts, cp2",
         "  AssertionError: assert 1 == 2",
+        "caught: test_it.py::test_sum, cp2",
+        "  squares: diverged: *",
+        "    8 of 8 rows fail: *",
+        "    *: the all-reduce over cp is missing (or say partial=('cp',))",
         "not runnable there: test_it.py::test_attribute, cp2",
         "  AttributeError: module 'mine' has no attribute 'added'",
         "not runnable there: test_it.py::test_argument_of_ranks, cp2",
@@ -251,7 +269,7 @@ def test_every_conclusion_in_one_run(pytester: pytest.Pytester) -> None:
         "  ValueError: an empty shard",
         "not runnable there: test_new.py::test_import, cp2",
         "  ModuleNotFoundError: No module named 'mine.new'",
-        "5 caught, 3 vacuous for this change, 1 regression, 3 not runnable there, 2 error there, *",
+        "6 caught, 3 vacuous for this change, 1 regression, 3 not runnable there, 2 error there, *",
         "not caught: test_it.py::test_must_be_caught (fixes #912)",
     ]
     result.stdout.fnmatch_lines(lines)

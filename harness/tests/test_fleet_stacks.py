@@ -45,3 +45,18 @@ def test_a_thread_of_the_plugin_keeps_its_innermost_frame() -> None:
 @pytest.mark.parametrize("text", ["", "(no stack: rank 1, process 9, is gone)"])
 def test_what_is_no_stack_stays(text: str) -> None:
     assert shortened(text) == text
+
+
+def test_a_crash_in_a_stream_is_shortened_and_all_else_stays() -> None:
+    """A traceback of an exception has lines of the same form."""
+    said = ["gloo: 8 vs 4", "Traceback (most recent call last):", *frames(RUNNERS), "E: \x0c1\r"]
+    crash = ["Fatal Python error: Aborted", "", HEAD, *frames([*CALLS, *RUNNERS]), ""]
+    modules = "Extension modules: numpy.linalg, torch._C (total: 2)"
+    assert shortened(
+        "\n".join([*said, *crash, modules, "Extension modules: mine", ""])
+    ) == "\n".join(
+        [
+            *[*said, *crash[:3], *frames(CALLS), "  ... 4 frames of pytest and shardproof", ""],
+            *["Extension modules: mine", ""],
+        ]
+    )

@@ -36,6 +36,7 @@ FAULTS = {
         "crashed",
         "killed by SIGKILL (9) during call",
     ),
+    "aborts": ("os.abort()", "crashed", "killed by SIGABRT (6) during call"),
     "exits": ("os._exit(3)", "crashed", "exited with code 3 during call"),
     "raises": (
         "raise RuntimeError('the real cause')",
@@ -94,6 +95,12 @@ def test_each_fault_of_one_rank_has_its_outcome(pytester: pytest.Pytester, root:
             assert "frames of pytest and shardproof" in shown, fault
             assert "pluggy" not in shown, fault
         assert cells[f"test_after_{fault}"]["outcome"] == "passed", fault
+    # What the fault handler wrote as the rank died.
+    crash = text.partition("Fatal Python error: Aborted")[2].partition("____ ")[0]
+    assert "in test_aborts" in crash
+    assert "frames of pytest and shardproof" in crash
+    assert "pluggy" not in crash
+    assert "Extension modules:" not in text
 
 
 def test_a_rank_that_dies_in_setup_or_teardown(pytester: pytest.Pytester) -> None:
@@ -246,9 +253,35 @@ def test_a_hang_at_import_on_ranks_ends(
     assert "frames of pytest and shardproof" in text
 
 
-def test_a_reference_that_hangs_is_shown_without_what_ran_it() -> None:
+def test_a_crash_at_import_on_ranks_is_shown_without_what_ran_it(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        PREAMBLE
+        + """
+    if os.environ.get("RANK"):
+        os.abort()
+
+    @pytest.mark.parity("cp2")
+    def test_it(rank):
+        rank.observe("x", 1)
+    """
+    )
+    result = pytester.runpytest("--parity-timeout", "20")
+    result.assert_outcomes(errors=1)
+    text = result.stdout.str()
+    assert "killed by SIGABRT (6) at start" in text
+    assert "in <module>" in text
+    assert "frames of pytest and shardproof" in text
+    assert "pluggy" not in text.partition("Fatal Python error: Aborted")[2]
+
+
+@pytest.mark.parametrize("place", ["stack", "stderr"])
+def test_a_reference_that_hangs_or_crashes_is_shown_without_what_ran_it(place: str) -> None:
     stack = f'Thread 0x1 (most recent call first):\n  File "/x/case.py", line 3 in f\n{_OURS}'
-    text = failing_text(RankTrace(0, stack=stack))
+    trace = RankTrace(0)
+    setattr(trace, place, stack)
+    text = failing_text(trace)
     assert text.splitlines()[-2:] == [
         '  File "/x/case.py", line 3 in f',
         "  ... 1 frame of pytest and shardproof",

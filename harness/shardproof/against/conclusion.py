@@ -114,13 +114,12 @@ def conclude(here: Half, there: Half, expected: Sequence[str] = ()) -> str:
     return FAILS_ON_BOTH if fails or there.how == "error" else FAILS_HERE
 
 
-_LINES = 7
-
-
 def _headline(message: str) -> str:
-    """The part of a failure's text that says most: its first observation, or its first line."""
+    """The part of a failure's text that says most: its first observation, or its first line.
+
+    Of the observation all lines: the last ones say what the values suggest.
+    """
     head, _, rest = message.strip().partition("\n\n")
     if "observations failed on" not in head:
         return head.splitlines()[0] if head else ""
-    block = rest.partition("\n\n")[0].splitlines()
-    return "\n".join(block[:_LINES])
+    return rest.partition("\n\n")[0].rstrip()

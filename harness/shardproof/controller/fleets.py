@@ -237,9 +237,8 @@ class FleetPool:
                                 self._hopeless[label] = error
                             raise error
                         case Exited():
-                            raise StartError(
-                                f"{label}: {event} at start\n{fleet.output(event.rank).stderr}"
-                            )
+                            said = shortened(fleet.output(event.rank).stderr)
+                            raise StartError(f"{label}: {event} at start\n{said}")
         except BaseException:
             fleet.discard()
             raise

@@ -209,10 +209,8 @@ def _add_output(report: pytest.TestReport, drive: Drive) -> None:
     if report.when != "call" and report.outcome == "passed":
         return
     for trace in drive.traces:
-        for stream in ("stdout", "stderr"):
-            text = getattr(trace, stream)
-            if text.strip():
-                report.sections.append((f"Captured {stream} rank {trace.rank}", text))
+        for stream, text in _written(trace):
+            report.sections.append((f"Captured {stream} rank {trace.rank}", text))
 
 
 def failing_text(trace: RankTrace) -> str:
@@ -221,11 +219,14 @@ def failing_text(trace: RankTrace) -> str:
     parts = [_longrepr_text(report)] if report is not None else [trace.describe()]
     if trace.stack:
         parts.append(f"stack:\n{shortened(trace.stack).rstrip()}")
-    for stream in ("stdout", "stderr"):
-        text = getattr(trace, stream)
-        if text.strip():
-            parts.append(f"captured {stream}:\n{text.rstrip()}")
+    parts += [f"captured {stream}:\n{text.rstrip()}" for stream, text in _written(trace)]
     return "\n".join(parts)
+
+
+def _written(trace: RankTrace) -> list[tuple[str, str]]:
+    """The streams that a rank wrote to, with what to show of each."""
+    streams = (("stdout", trace.stdout), ("stderr", shortened(trace.stderr)))
+    return [(stream, text) for stream, text in streams if text.strip()]
 
 
 def _longrepr_text(report: Mapping[str, Any]) -> str:

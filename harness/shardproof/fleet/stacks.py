@@ -111,19 +111,24 @@ def collect_stacks(
 
 
 def shortened(text: str) -> str:
-    """Stacks as ``collect_stacks`` returns them, without the frames that run a case.
+    """Stacks of the fault handler without the frames that run a case; other text as it is.
 
-    A line says how many are left out. Of a thread that has no others the innermost stays.
+    ``text`` is what ``collect_stacks`` returns, or what a rank wrote to stderr, where a crash
+    leaves a stack; tracebacks of exceptions stay whole. A line says how many frames are left out.
+    Of a thread that has no others the innermost stays. The list of extension modules below a
+    crash's stack is left out.
     """
     lines: list[str] = []
-    thread: list[str] = []
-    for line in text.splitlines():
-        if _FRAME.match(line):
+    thread: list[str] | None = None
+    for line in text.split("\n"):
+        if thread is not None and _FRAME.match(line):
             thread.append(line)
-        else:
-            lines += [*_without_ours(thread), line]
-            thread = []
-    return "\n".join([*lines, *_without_ours(thread)])
+            continue
+        lines += _without_ours(thread or ())
+        thread = [] if line.endswith(_HEAD) else None
+        if not _EXTENSIONS.fullmatch(line):
+            lines.append(line)
+    return "\n".join([*lines, *_without_ours(thread or ())])
 
 
 def _without_ours(thread: Sequence[str]) -> list[str]:
@@ -152,6 +157,8 @@ def _our_folders() -> tuple[str, ...]:
     return ("<frozen runpy>", *(folder + os.sep for folder in folders))
 
 
+_HEAD: Final = "(most recent call first):"
+_EXTENSIONS: Final = re.compile(r"Extension modules: .* \(total: \d+\)")
 _FRAME: Final = re.compile(r'  File "(.*)", line ')
 _PACKAGE: Final = __name__.partition(".")[0]
 
